@@ -122,7 +122,7 @@ def _describe_differences(one: TrainConfig, other: TrainConfig) -> str:
     """The options that make no condition of their own and differ, except those that name or log a run."""
     found = config_differences(one, other).items()
     named = paths_where("identity")
-    shown = [f"{p.split('.')[-1]} ({show_value(a)} and {show_value(b)})" for p, (a, b) in found if p not in named]
+    shown = [f"{path} ({show_value(a)} and {show_value(b)})" for path, (a, b) in found if path not in named]
     return f". What differs is not part of a condition: {', '.join(shown)}" if shown else ""
 
 

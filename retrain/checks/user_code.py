@@ -95,6 +95,9 @@ def _suggest_module(module: str, search_paths: Sequence[str]) -> str:
         longer = json.dumps([*search_paths, "."])
         return f"It is in the working directory.  Try: [plugins] search_paths = {longer}"
     folders = [Path(folder).expanduser() for folder in search_paths]
+    inside = sorted(file.parent.name for folder in folders for file in folder.glob(f"*/{name}.py"))
+    if packages := [package for package in inside if package.isidentifier()]:
+        return f"Did you mean '{packages[0]}.{module}'?"
     files = [file for folder in folders for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py"))]
     names = [file.parent.name if file.name == "__init__.py" else file.stem for file in files]
     if close := get_close_matches(module, names, n=1):

@@ -45,7 +45,7 @@ _FOUND = {
     "builtin": "included in the package",
     "folder": "a local folder",
     "cache": "in the Hugging Face cache",
-    "download": "not on this machine; {what} will be downloaded",
+    "download": "not on this machine; {what} will be downloaded (`retrain doctor` tries it)",
     "missing": "MISSING",
 }
 _DEVICES = {"auto": "a GPU, or the CPU where there is none"}

@@ -111,7 +111,9 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
     """The given file, that of the run when resuming, else ./retrain.toml."""
     if overrides.get("resume.from") == "":
         raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
-    if given is not None:
+    resumed = overrides.get("resume.from")
+    own = Path(str(resumed)).expanduser() / "config.toml"
+    if given is not None and not (resumed and os.path.abspath(given) == os.path.abspath(own)):
         path = Path(given)
         # A link to nothing is there; reading it says what is wrong.
         if not os.path.lexists(path):
@@ -123,9 +125,8 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
             arguments = f"--resume {given}" if typed == "retrain" else path / "config.toml"
             raise ConfigError(f"{given} is the folder of a run, not a TOML file.  Try: {typed} {arguments}")
         return path
-    resumed = overrides.get("resume.from")
     if resumed:
-        path = Path(str(resumed)).expanduser() / "config.toml"
+        path = own
         if not path.parent.is_dir():
             raise ConfigError(f"there is no folder {resumed} to resume from.")
         if not path.is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import os
 import re
 import threading
 from collections.abc import Mapping
@@ -142,4 +143,5 @@ def command(folders: tuple[Path, ...], port: int) -> int:
 def _is_awaited(folder: Path) -> bool:
     """Whether a folder does not exist yet, but the one that it is to be in does."""
     path = folder.expanduser()
-    return not path.exists() and path.parent.is_dir()
+    # A link to nothing, or to itself, is there already.
+    return not os.path.lexists(path) and path.parent.is_dir()

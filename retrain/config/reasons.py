@@ -68,6 +68,12 @@ def needs_transform_plugin(config: TrainConfig) -> str:
     return "" if config.algorithm.algorithm_mode else needs_plugin("transform", "algorithm.transform_mode")(config)
 
 
+def needs_own_machine(config: TrainConfig) -> str:
+    """Used if this machine trains, or runs the turns of an environment in a fixed order."""
+    in_rounds = config.environment.provider and config.training.deterministic is True
+    return "" if config.backend.backend != "tinker" or in_rounds else "[backend] backend is tinker"
+
+
 def needs_separate_sampler(config: TrainConfig) -> str:
     """Used if sampling and training can overlap."""
     return "" if config.samples_separately else "sampling and training share one device"

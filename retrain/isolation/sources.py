@@ -59,12 +59,18 @@ def is_findable(module: str, search_paths: Sequence[str]) -> bool:
     folders = {os.path.realpath(os.path.expanduser(folder)) for folder in search_paths}
     spec = find_spec(outermost, search_paths)
     # In the folder itself: an environment with packages may be somewhere inside of it.
-    if spec is not None and spec.origin and not folders.isdisjoint(map(str, Path(spec.origin).resolve().parents[:2])):
+    if spec is not None and not folders.isdisjoint(_folders_with(spec)):
         return module in sys.modules or find_spec(module, search_paths) is not None
     try:
         return spec is not None or find_installed(outermost) is not None
     except ValueError:
         return True  # in use without a spec, like __main__
+
+
+def _folders_with(spec: ModuleSpec) -> set[str]:
+    """The folders that contain a module's file or a package's folder, which need not have an __init__.py."""
+    places = [Path(place).resolve() for place in (spec.origin, *(spec.submodule_search_locations or [])) if place]
+    return {str(place.parent) for place in places}
 
 
 def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Sources, Sources]:

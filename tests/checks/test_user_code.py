@@ -54,7 +54,7 @@ def test_whatever_a_module_defines_may_be_the_reward(module: str, function: str)
     assert issues(module, function) == []
 
 
-@pytest.mark.parametrize("module", ["star", "broken", "pickle", "sys", "package.elsewhere"])
+@pytest.mark.parametrize("module", ["star", "broken", "pickle", "sys"])
 def test_what_only_an_import_can_tell_is_left_to_it(module: str) -> None:
     assert issues(module, "loads") == []
 
@@ -81,7 +81,14 @@ def test_a_module_beside_the_folders_that_are_searched_is_named() -> None:
     (issue,) = map(str, find_reward_issues(config))
     assert f"there is no such module (looked in {Path('elsewhere').absolute()})." in issue
     assert issue.endswith('It is in the working directory.  Try: [plugins] search_paths = ["elsewhere", "."]')
-    # The process that tries it out is in the working directory, too.
+
+
+@pytest.mark.slow  # in a process that loads a model, too
+def test_the_process_that_tries_a_reward_does_not_search_the_working_directory() -> None:
+    Path("beside.py").write_text("def score(response, reference):\n    return 1.0\n")
+    Path("elsewhere").mkdir()
+    own = {"reward.type": "custom", "reward.custom_module": "beside", "model.model": "builtin:tiny"}
+    config = load_config(None, own | {"plugins.search_paths": ["elsewhere"], "data.source": "arithmetic"})
     (problem,) = [each.problem for each in trial.try_out(config) if each.where == "[reward]"]
     assert "there is no such module" in problem
 
@@ -138,6 +145,14 @@ def test_a_plugin_whose_module_is_missing_is_reported(options: dict[str, object]
 
 def test_a_module_that_a_package_lacks_is_answered_with_those_that_it_has() -> None:
     assert issues("regular.gradin", "score")[0].endswith("Did you mean 'regular.grading'?")
+    # Without an __init__.py, too.
+    assert issues("package.gradin", "score")[0].endswith("Did you mean 'package.grading'?")
+    assert issues("package.elsewhere", "score")[0].endswith("The package package has no elsewhere.")
+
+
+def test_a_module_in_a_folder_of_the_working_directory_is_answered_with_its_package() -> None:
+    Path("other_grading.py").touch()
+    assert issues("grading", "score")[0].endswith("Did you mean 'package.grading'?")
     assert issues("regular.other", "score")[0].endswith("The package regular has no other.")
     assert issues("regular", "score")[0].endswith("It defines no function.")
     assert issues("regula", "score")[0].endswith("Did you mean 'regular'?")

@@ -582,7 +582,7 @@ def test_what_differs_between_two_runs_that_count_as_one_is_named(
 ) -> None:
     one, other = (write_run(tmp_path / str(steps), [0.1], training__max_steps=steps) for steps in (8, 5))
     text = " ".join(refusal(capsys, one, other).split())
-    assert ". What differs is not part of a condition: max_steps (8 and 5). Try:" in text
+    assert ". What differs is not part of a condition: training.max_steps (8 and 5). Try:" in text
     # The steps of a warm-up that is a fraction depend on it.
     for steps, folder in ((8, one), (5, other)):
         write_run(folder, [0.1], training__max_steps=steps, optimizer__warmup_steps=0.1)

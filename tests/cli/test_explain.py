@@ -482,7 +482,10 @@ def test_a_service_has_the_weights_and_keeps_the_adapter(
         _write(text + more)
         assert sum("adapter" in file for file in _explain(capsys)["files"]) == count
         run(["explain"])
-        assert f"some/thing (not on this machine; {what} will be downloaded)" in capsys.readouterr().out
+        assert (
+            f"some/thing (not on this machine; {what} will be downloaded (`retrain doctor` tries it))"
+            in capsys.readouterr().out
+        )
 
 
 def test_sepa_that_stays_off_is_noted_for_epochs_of_a_known_number_of_steps(

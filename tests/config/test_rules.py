@@ -237,6 +237,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         'names a file instead of a module.  Try: "scores", and [plugins] search_paths = ["mine"]',
     ),
     (
+        "check_custom_rewards",
+        {"reward": {"type": "custom", "custom_module": "mine:graded"}},
+        '= "mine:graded" names a function, too.  Try: custom_module = "mine" and custom_function = "graded"',
+    ),
+    (
         "check_names",
         {"loss": {"type": "my_loss.py:Mine"}},
         "[loss] type 'my_loss.py:Mine' names a file instead of a module. Try: \"my_loss:Mine\"",

@@ -368,6 +368,18 @@ WITH_OTHERS: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         )
     ),
     (
+        {**TINKER, "training": {"deterministic": True}},
+        "[training] deterministic is not used: [backend] backend is tinker",
+        [
+            {"training": {"deterministic": True}},
+            {
+                **TINKER,
+                "environment": {"provider": "builtin", "id": "guess-number"},
+                "training": {"deterministic": True},
+            },
+        ],
+    ),
+    (
         {"optimizer": {"schedule_args": {"min_lr_rate": 0.1}}},
         "[optimizer] schedule_args.min_lr_rate is not used: [optimizer] schedule is constant",
         [{"optimizer": {"schedule": "cosine", "schedule_args": {"min_lr_rate": 0.1}}}],

@@ -151,7 +151,9 @@ def test_the_server_waits_for_a_folder_in_one_that_exists(
     assert run(["ui", str(tmp_path), "--port", "0"]) == 0
     assert "waiting" not in capsys.readouterr().out
     (tmp_path / "file").touch()
-    for wrong in (tmp_path / "nowhere" / "notyet", tmp_path / "file", tmp_path / "file" / "notyet"):
+    (tmp_path / "loop").symlink_to("loop")
+    absent = tmp_path / "nowhere" / "notyet"
+    for wrong in (absent, tmp_path / "loop", tmp_path / "file", tmp_path / "file" / "notyet"):
         assert run(["ui", str(wrong)]) == 2
         assert f"there is no folder {wrong}" in capsys.readouterr().err
     live = LiveReport((tmp_path / "notyet",))

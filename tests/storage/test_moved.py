@@ -59,7 +59,7 @@ def test_a_run_of_a_moved_project_is_resumed_there(
     old.rename(new)
     monkeypatch.chdir(new)
     capsys.readouterr()
-    assert run(["explain", "--resume", "logs", "--max-steps", "2"]) == 0
+    assert run(["explain", "logs/config.toml", "--resume", "logs", "--max-steps", "2"]) == 0
     assert run(["--resume", "logs", "--max-steps", "2"]) == 0
     out, err = capsys.readouterr()
     assert err.count('note: [data] path is now "data/rows.jsonl": what logs/config.toml names is gone') == 2

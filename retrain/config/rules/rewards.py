@@ -28,6 +28,11 @@ def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[ConfigIss
     elif reward.type == "custom" and (hint := suggest_module(reward.custom_module)):
         text = f"= {show_value(reward.custom_module)} names a file instead of a module."
         yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))
+    elif reward.type == "custom" and ":" in reward.custom_module:
+        module, _, function = reward.custom_module.partition(":")
+        text = f"= {show_value(reward.custom_module)} names a function, too."
+        hint = f"Try: custom_module = {show_value(module)} and custom_function = {show_value(function)}"
+        yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))
 
 
 def check_correct_from(config: TrainConfig) -> Iterator[ConfigIssue]:

@@ -162,6 +162,7 @@ class Training(Section):
         "auto",
         "Make runs bitwise reproducible; auto: on a CPU, and on a GPU where it costs less than 5%.",
         on_resume="free",
+        unused=reasons.needs_own_machine,
     )
     overlap: Overlap = option(
         "auto",

@@ -92,9 +92,9 @@ class ComparisonReport:
 
     @property
     def noise(self) -> float | None:
-        """The difference that two runs of one condition exceed in 5% of cases; None with too few seeds to tell."""
+        """The difference that two runs of one condition exceed in 5% of cases; None if the seeds do not tell."""
         floor = self.noise_floor
-        if floor is None or (self.metric in RATES and floor.single_runs == 1.0):
+        if floor is None or not floor.standard_deviation or (self.metric in RATES and floor.single_runs == 1.0):
             return None
         return floor.single_runs
 

@@ -87,6 +87,8 @@ def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 def _suggest_module(module: str, search_paths: Sequence[str]) -> str:
     name, *inner = module.split(".")
+    if not all(part.replace("-", "_").isidentifier() for part in (name, *inner)):
+        return 'Try: the name of a module, such as "my_rewards" for my_rewards.py'
     if inner and (package := find_spec(name, search_paths)):
         files = [file for folder in package.submodule_search_locations or () for file in Path(folder).glob("*.py")]
         close = get_close_matches(".".join(inner), [file.stem for file in files], n=1)

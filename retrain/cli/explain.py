@@ -205,7 +205,7 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
 def find_notes(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
     """How the run must be started, parts of a method that stay off, and what is not in the numbers."""
     start = [LAUNCH_NOTE] if needs_launch(config) else []
-    if lacks_gpu(config):
+    if config.kind != "squeeze" and lacks_gpu(config):
         start.append(f'devices = "{config.backend.devices}" needs a GPU, and here is none; "auto" would take the CPU')
     conditions = split_conditions(config, "the campaign").values()
     assumed = dict.fromkeys(note for one in conditions for note in find_assumptions(one))

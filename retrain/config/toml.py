@@ -55,7 +55,7 @@ def read_toml(path: Path) -> dict[str, object]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{name} is not a text file (byte {error.start} is not UTF-8).  Try: name a TOML file."
+            f"{name} is not a text file (byte {error.start} is not UTF-8).  Try: name a TOML file, saved as UTF-8."
         ) from error
     return parse_toml(text, name)
 

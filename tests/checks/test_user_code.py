@@ -54,6 +54,11 @@ def test_whatever_a_module_defines_may_be_the_reward(module: str, function: str)
     assert issues(module, function) == []
 
 
+@pytest.mark.parametrize("module", ["a\0b", "a*", "a b.c"])
+def test_what_cannot_be_a_module_is_not_looked_for(module: str) -> None:
+    assert issues(module, "score")[0].endswith('Try: the name of a module, such as "my_rewards" for my_rewards.py')
+
+
 @pytest.mark.parametrize("module", ["star", "broken", "pickle", "sys"])
 def test_what_only_an_import_can_tell_is_left_to_it(module: str) -> None:
     assert issues(module, "loads") == []

@@ -251,7 +251,8 @@ def test_a_squeeze_names_its_adapter(capsys: pytest.CaptureFixture[str]) -> None
     assert data["files"] == ["small/"]
     assert data["model"] is None
     assert run(["explain"]) == 0
-    assert "nowhere (MISSING)" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "nowhere (MISSING)" in out and "GPU" not in out + err, "[backend] devices is not used"
 
 
 def test_a_local_model_is_measured_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

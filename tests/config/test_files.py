@@ -43,7 +43,9 @@ def test_a_yaml_file_is_named_as_one(tmp_path: Path) -> None:
 def test_a_binary_file_is_not_text(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"ok\xff\xfe\x00\x80")
-    assert message_for(file) == f"{file} is not a text file (byte 2 is not UTF-8).  Try: name a TOML file."
+    assert (
+        message_for(file) == f"{file} is not a text file (byte 2 is not UTF-8).  Try: name a TOML file, saved as UTF-8."
+    )
 
 
 def test_nul_bytes_are_valid_utf8_but_not_toml(tmp_path: Path) -> None:

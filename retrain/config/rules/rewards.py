@@ -25,7 +25,7 @@ def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[ConfigIss
     if reward.type == "custom" and not reward.custom_module:
         text, hint = 'is empty, but type is "custom".', 'Try: custom_module = "my_rewards"'
         yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))
-    elif reward.type == "custom" and (hint := suggest_module(reward.custom_module)):
+    elif reward.type == "custom" and (hint := suggest_module(reward.custom_module.partition(":")[0])):
         text = f"= {show_value(reward.custom_module)} names a file instead of a module."
         yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))
     elif reward.type == "custom" and ":" in reward.custom_module:

@@ -153,11 +153,6 @@ def test_a_module_that_a_package_lacks_is_answered_with_those_that_it_has() -> N
     # Without an __init__.py, too.
     assert issues("package.gradin", "score")[0].endswith("Did you mean 'package.grading'?")
     assert issues("package.elsewhere", "score")[0].endswith("The package package has no elsewhere.")
-
-
-def test_a_module_in_a_folder_of_the_working_directory_is_answered_with_its_package() -> None:
-    Path("other_grading.py").touch()
-    assert issues("grading", "score")[0].endswith("Did you mean 'package.grading'?")
     assert issues("regular.other", "score")[0].endswith("The package regular has no other.")
     assert issues("regular", "score")[0].endswith("It defines no function.")
     assert issues("regula", "score")[0].endswith("Did you mean 'regular'?")
@@ -167,6 +162,11 @@ def test_a_module_in_a_folder_of_the_working_directory_is_answered_with_its_pack
     assert suggest_module("source/regular/grading.py:score") == (
         'Try: "regular.grading:score", and [plugins] search_paths = ["source"]'
     )
+
+
+def test_a_module_in_a_folder_of_the_working_directory_is_answered_with_its_package() -> None:
+    Path("other_grading.py").touch()
+    assert issues("grading", "score")[0].endswith("Did you mean 'package.grading'?")
 
 
 def test_explain_reports_a_missing_plugin_as_the_run_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from folders import write_campaign, write_run
 
+from retrain.analysis.comparison import compare_runs
+from retrain.analysis.runs import find_runs
 from retrain.cli import run
 from retrain.storage.folder import lock_folder
 
@@ -45,6 +47,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     capsys.readouterr()
     assert run(["compare", *map(str, arguments)]) == 2
     return capsys.readouterr().err
+
+
+def test_seeds_with_one_value_tell_no_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    never = {seed: [0] * PROBLEMS for seed in (1, 2, 3)}
+    folder = write_campaign(tmp_path / "campaign", {"grpo+none": never, "maxrl+none": never})
+    assert compare_runs(find_runs([folder])).noise is None
+    assert run(["compare", str(folder)]) == 0
+    assert "Noise floor: unknown, since all seeds of a condition gave the same value." in capsys.readouterr().out
 
 
 def test_a_campaign_is_compared_with_its_first_condition(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,16 +153,22 @@ def _follow_imports(own: Sources, names: Mapping[Path, str], search_paths: Seque
     """Sources of the user that these modules import, and so on, in the order in which they are met."""
     queue = list(names.items())[:_MOST_FILES]
     seen, found = set(names.values()), Sources()
+    # Names below these are not looked for: in installed packages nothing is the user's, and in a file are no modules.
+    closed = {"retrain", *sys.stdlib_module_names}
     for path, name in queue:
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         for imported in _imported_names(own.get(path) or found.get(path, b""), package):
             if imported in seen or len(found) >= _MOST_FILES:
                 continue
             seen.add(imported)
-            outermost = imported.partition(".")[0]
-            is_known = outermost in sys.stdlib_module_names or outermost == "retrain"
-            source = None if is_known else find_source(imported, search_paths)
-            if source is not None and source not in own and not _is_installed(source):
+            if not closed.isdisjoint((imported, imported.partition(".")[0], imported.rpartition(".")[0])):
+                continue
+            source = find_source(imported, search_paths)
+            if source is None:
+                continue
+            if _is_installed(source) or source.name != "__init__.py":
+                closed.add(imported)
+            if source not in own and not _is_installed(source):
                 found[source] = _read(source)
                 queue.append((source, imported))
     return found

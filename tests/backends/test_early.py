@@ -184,6 +184,7 @@ def test_an_error_on_the_thread_is_raised_when_the_step_is_taken(tiny: Path, mon
         assert own.collect() is not None
 
 
+@pytest.mark.slow
 def test_a_group_that_disagrees_is_excluded_from_parts_too(tiny: Path) -> None:
     outcomes = []
     for is_early in (False, True):

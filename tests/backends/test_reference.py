@@ -95,6 +95,7 @@ def test_the_penalty_adds_its_gradient_and_its_value(tiny: Path) -> None:
     assert reference is not None and "kl_ref" not in without.metrics()
 
 
+@pytest.mark.slow
 def test_a_strong_penalty_keeps_the_policy_near(tiny: Path) -> None:
     far = {}
     for beta in (1e-6, 20.0):

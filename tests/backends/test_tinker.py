@@ -469,6 +469,7 @@ def test_with_async_steps_the_sampler_lags_and_the_loss_is_a_placeholder(server:
     )
 
 
+@pytest.mark.slow
 def test_with_async_steps_every_row_has_its_own_steps_numbers(server: TinkerServer, tmp_path: Path) -> None:
     _, printed = train_quietly(config_for(server, tmp_path, training__async_steps=1))
     metrics = rows(tmp_path / "logs")

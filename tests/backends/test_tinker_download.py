@@ -66,6 +66,7 @@ def test_an_adapter_arrives_in_peft_layout_and_loads(server: TinkerServer, tiny:
     assert list((tmp_path / "here").iterdir()) == [folder]
 
 
+@pytest.mark.slow
 def test_a_second_download_replaces_the_first(server: TinkerServer, tmp_path: Path) -> None:
     folder = fetch_adapter(SAVED, tmp_path)
     weights = (folder / "adapter_model.safetensors").read_bytes()

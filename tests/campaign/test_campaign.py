@@ -424,6 +424,7 @@ def test_a_campaign_that_cannot_be_written_keeps_its_configuration(tmp_path: Pat
     assert (tmp_path / "config.toml").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_was_skipped_and_then_run_is_not_called_skipped(
     tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -522,6 +523,7 @@ def test_equal_conditions_are_not_stopped(tmp_path: Path, monkeypatch: Patch, ca
     assert "no run was skipped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_last_table_judges_at_the_level_of_the_sequential_test(
     tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:

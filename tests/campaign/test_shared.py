@@ -99,6 +99,7 @@ def test_shared_runs_equal_runs_alone_to_the_bit(model: Path, tmp_path: Path) ->
             assert all(a[key].equal(b[key]) for key in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, *slow(3)])
 def test_how_often_steps_are_logged_does_not_change_the_turns(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int

@@ -83,6 +83,7 @@ def test_a_resume_analyses_the_first_run_that_finished(tmp_path: Path, monkeypat
     assert manifest_of(tmp_path)["squeeze"]["run"] == "maxrl+none_s1"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_extended_is_analysed_again_once_it_has_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_run_that_is_extended_is_analysed_again_once_it_has_its_steps(
         assert (found["run"], found["steps"], found["source_rank"]) == ("grpo+none_s1", steps, steps)
 
 
+@pytest.mark.slow
 def test_runs_without_an_adapter_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

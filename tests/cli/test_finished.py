@@ -34,6 +34,7 @@ def evaluations() -> int:
     return len(Path("logs/train/eval.jsonl").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_evaluated_only_if_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,6 +96,7 @@ def run_with(config: Any, folder: Path) -> int:
     return run([str(folder / "run.toml")])
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_a_resume_loses_nothing(
     model: Path, uncut: Path, disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

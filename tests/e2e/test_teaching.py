@@ -145,6 +145,7 @@ def test_another_student_reads_with_its_own_tokenizer(model: Path, other: Path, 
     assert probes[0] != probes[1]
 
 
+@pytest.mark.slow
 def test_a_relative_student_folder_is_saved_as_an_absolute_path(
     model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def turns_of(completion: Completion) -> list[list[int]]:
     return [[token for token, _ in run] for is_sampled, run in runs if is_sampled]
 
 
+@pytest.mark.slow
 def test_lengths_and_cuts_of_a_run_are_those_of_the_sampled_turns(tmp_path: Path) -> None:
     limit = 12
     config = TrainConfig.model_validate(

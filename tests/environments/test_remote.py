@@ -152,6 +152,7 @@ def test_an_environment_that_always_hangs_stops_the_run_after_a_few_rollouts() -
         assert time.monotonic() - began < 3 * (LIMIT_S + 5)
 
 
+@pytest.mark.slow
 def test_rollouts_of_one_problem_that_hang_do_not_stop_the_others() -> None:
     with cases("sleep") as own:
         bad, good, *_ = own.environment.examples("train")[:4]

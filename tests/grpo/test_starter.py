@@ -292,6 +292,7 @@ def test_checkpoints_of_an_earlier_run_are_not_those_of_an_interrupted_one(tmp_p
     assert "resume_from_checkpoint=true" in describe_interrupt(str(tmp_path), 5, 1e9, None)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_how_to_resume_it(
     tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make: Make, peft: Any, given:
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [*slow(4), 5], ids=["at its start", "within it"])
 def test_a_run_resumed_in_a_later_epoch_sees_the_prompts_of_an_uninterrupted_one(make: Make, steps: int) -> None:
     seen: list[str] = []

@@ -94,6 +94,7 @@ def ratios(policy: Policy, prompts: list[IntArray], groups: list[list[Completion
     return np.exp(own - np.concatenate([row.logprobs_T for row in rows]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "meaning"), [(OPENAI, "raw"), *slow((VLLM, "sampled"), (OPENAI, "sampled"), (VLLM, "raw"))]
 )
@@ -677,6 +678,7 @@ def test_a_turn_that_fails_says_so_and_so_does_the_engine(
         one.engine.serve(Conversations(PROMPTS[:1], replace(SAMPLING, n=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meaning", ["raw", *slow("sampled")])
 def test_completions_are_delivered_as_they_arrive_and_are_the_same(rig: Make, server: Loopback, meaning: str) -> None:
     server.meaning = meaning

@@ -417,6 +417,7 @@ def test_the_completions_of_a_prompt_are_delivered_while_others_are_sampled(runn
     assert [longest[at] // graphs.POLL_EVERY for at in delivered] == sorted(n // graphs.POLL_EVERY for n in longest)
 
 
+@pytest.mark.slow
 def test_a_batch_keeps_its_memory_while_another_thread_trains(running: Make) -> None:
     engine, prompts = running(), random_prompts((5, 9, 3))
     sampling = replace(SAMPLING, max_tokens=100, n=1, temperature=3.0)

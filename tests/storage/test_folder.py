@@ -260,6 +260,7 @@ def test_a_run_says_that_it_replaces_the_adapter_of_another_run(model: Path, tmp
     assert f"Try: --adapter-path {other}/adapter" in printed
 
 
+@pytest.mark.slow
 def test_a_copied_run_and_one_named_through_a_link_replace_their_own_adapters(model: Path, tmp_path: Path) -> None:
     logs, copied, link = tmp_path / "logs", tmp_path / "copied", tmp_path / "link"
     train_quietly(fake_config(model, tmp_path, training__max_steps=1, backend__adapter_path=str(logs / "adapter")))
@@ -387,6 +388,7 @@ def test_insisting_on_another_batch_size_uses_it(model: Path, run_folder: Path) 
     assert len([row for row in rows(logs, "emergence/generations.jsonl") if row["step"] == 4]) == 3 * 4
 
 
+@pytest.mark.slow
 def test_insisting_on_an_adapter_that_does_not_fit_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from retrain.errors import PluginError
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import EntryPoint, EntryPoints
 
 
 # folder/module.py, with or without :attribute or .attribute
@@ -88,9 +88,7 @@ class Registry:
 
     def discovered(self) -> dict[str, EntryPoint]:
         """Parts that installed packages declare, by name."""
-        from importlib.metadata import entry_points  # noqa: PLC0415  (a tenth of the start-up time, seldom needed)
-
-        return {point.name: point for point in entry_points(group=self.group)}
+        return {point.name: point for point in _read_entry_points(self.group, tuple(sys.path))}
 
     def names(self) -> list[str]:
         """All names that need no dotted path."""
@@ -120,6 +118,14 @@ class Registry:
             raise PluginError(self.explain_unknown(name))
         make_importable(search_paths)
         return import_path(name, self.kind)
+
+
+@lru_cache
+def _read_entry_points(group: str, import_path: tuple[str, ...]) -> EntryPoints:
+    """What packages on this import path declare. It is kept: there may be hundreds of packages to read."""
+    from importlib.metadata import entry_points  # noqa: PLC0415  (a tenth of the start-up time, seldom needed)
+
+    return entry_points(group=group)
 
 
 def is_plugin(kind: str, name: str) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from retrain.analysis.change import Row
 from retrain.analysis.scoring import Inputs, named_inputs, read_inputs
-from retrain.config import TrainConfig, load_config
+from retrain.config import TrainConfig
+from retrain.config.load import load_recorded
 from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value, show_value
 from retrain.errors import ConfigError
@@ -173,7 +174,7 @@ def read_manifest(path: Path) -> JsonObject:
 
 def read_run(path: Path) -> RunRecord:
     """Load one run; incomplete lines are skipped and counted."""
-    config = load_config(path / CONFIG_FILE)
+    config = load_recorded(path / CONFIG_FILE)
     metrics, torn = read_rows(path / METRICS)
     evaluations, torn_too = read_rows(path / EVALS, is_evaluation)
     state = read_state(path)

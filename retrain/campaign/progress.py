@@ -8,6 +8,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from retrain.analysis.health import METRIC_KEYS, Check, check_health
@@ -335,9 +336,15 @@ def _is_loading(folder: Path) -> bool:
 
 def _read_config(folder: Path) -> Table:
     try:
-        return tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        return _parse_toml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+@lru_cache(maxsize=512)
+def _parse_toml(text: str) -> Table:
+    """A campaign looks at its runs every second, whose configurations stay the same."""
+    return tomllib.loads(text)
 
 
 def _age(path: Path) -> float | None:

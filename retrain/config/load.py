@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from retrain.config.toml import (
     format_toml,
     format_value,
     is_too_deep,
-    read_toml,
+    parse_toml,
+    read_text,
     show_path,
     show_value,
 )
@@ -81,7 +83,18 @@ def load_config(
         raise ConfigError("the path of the configuration is empty.  Try: name a TOML file.")
     if path is None:
         return build_config({}, overrides or {}, "the configuration", strict)
-    return build_config(read_toml(Path(path)), overrides or {}, show_path(Path(path)), strict)
+    name = show_path(Path(path))
+    return build_config(parse_toml(read_text(Path(path)), name), overrides or {}, name, strict)
+
+
+def load_recorded(path: Path) -> TrainConfig:
+    """The configuration in a run's folder, to look at: while its text is the same, so is the object."""
+    return _build_recorded(read_text(path), show_path(path))
+
+
+@lru_cache(maxsize=512)
+def _build_recorded(text: str, name: str) -> TrainConfig:
+    return build_config(parse_toml(text, name), {}, name)
 
 
 def build_config(tables: Tables, overrides: Mapping[str, object], source: str, strict: bool = False) -> TrainConfig:

@@ -28,8 +28,8 @@ _SHOWN_VALUE = 60
 _DECIMAL_BITS = 14_000
 
 
-def read_toml(path: Path) -> dict[str, object]:
-    """Parse a file; raises ConfigError with one sentence."""
+def read_text(path: Path) -> str:
+    """The text of a TOML file; raises ConfigError with one sentence."""
     name = show_path(path)
     try:
         if path.is_dir():
@@ -52,12 +52,11 @@ def read_toml(path: Path) -> dict[str, object]:
             "Try: name a TOML file."
         )
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{name} is not a text file (byte {error.start} is not UTF-8).  Try: name a TOML file, saved as UTF-8."
         ) from error
-    return parse_toml(text, name)
 
 
 def show_path(path: Path) -> str:

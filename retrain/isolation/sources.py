@@ -36,21 +36,43 @@ _MOST_FILES = 200
 
 def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
     """The Python file of a module; None if there is none, or if only an import can find it."""
-    spec = find_spec(module, search_paths)
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    return _ImportPath(search_paths).find_source(module)
 
 
 def find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:
     """Where Python would find a module, without importing the packages that it is in."""
-    paths = [os.path.abspath(os.path.expanduser(folder)) for folder in (*search_paths, *sys.path)]
-    parts, spec = module.split("."), None
-    for part in parts:
-        # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
-        spec = PathFinder.find_spec(part, paths)
-        if spec is None:
-            return None
-        paths = list(spec.submodule_search_locations or [])
-    return spec
+    return _ImportPath(search_paths).find_spec(module)
+
+
+class _ImportPath:
+    """The folders in which Python looks for modules, listed once, since a run's code may import hundreds."""
+
+    def __init__(self, search_paths: Sequence[str]) -> None:
+        folders = dict.fromkeys(os.path.abspath(os.path.expanduser(folder)) for folder in (*search_paths, *sys.path))
+        self._names = {folder: _list_names(folder) for folder in folders}
+
+    def find_source(self, module: str) -> Path | None:
+        spec = self.find_spec(module)
+        return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+    def find_spec(self, module: str) -> ModuleSpec | None:
+        parts, spec = module.split("."), None
+        paths = [folder for folder, names in self._names.items() if names is None or parts[0] in names]
+        for part in parts:
+            # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
+            spec = PathFinder.find_spec(part, paths)
+            if spec is None:
+                return None
+            paths = list(spec.submodule_search_locations or [])
+        return spec
+
+
+def _list_names(folder: str) -> set[str] | None:
+    """The names in a folder, without suffixes; None if it cannot be listed, as a zip file."""
+    try:
+        return {name.partition(".")[0] for name in os.listdir(folder)}
+    except OSError:
+        return None
 
 
 def is_findable(module: str, search_paths: Sequence[str]) -> bool:
@@ -75,16 +97,16 @@ def _folders_with(spec: ModuleSpec) -> set[str]:
 
 def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Sources, Sources]:
     """The source of a module, or of all modules of its package; and other modules of the user that it imports."""
-    outermost = module.partition(".")[0]
-    file = find_source(outermost, search_paths)
+    outermost, import_path = module.partition(".")[0], _ImportPath(search_paths)
+    file = import_path.find_source(outermost)
     if file is None:
-        outermost, file = module, find_source(module, search_paths)
+        outermost, file = module, import_path.find_source(module)
     if file is None:
         return {}, {}
     files = _list_sources(file.parent) if file.name == "__init__.py" else [file]
     own = {path: _read(path) for path in files}
     names = {path: _name(path, file, outermost) for path in files}
-    return own, {} if _is_installed(file) else _follow_imports(own, names, search_paths)
+    return own, {} if _is_installed(file) else _follow_imports(own, names, import_path)
 
 
 def read_all_sources(modules: Iterable[str], search_paths: Sequence[str]) -> Sources:
@@ -149,7 +171,7 @@ def _name(path: Path, outermost: Path, name: str) -> str:
     return ".".join([name, *below]).removesuffix(".__init__")
 
 
-def _follow_imports(own: Sources, names: Mapping[Path, str], search_paths: Sequence[str]) -> Sources:
+def _follow_imports(own: Sources, names: Mapping[Path, str], import_path: _ImportPath) -> Sources:
     """Sources of the user that these modules import, and so on, in the order in which they are met."""
     queue = list(names.items())[:_MOST_FILES]
     seen, found = set(names.values()), Sources()
@@ -163,7 +185,7 @@ def _follow_imports(own: Sources, names: Mapping[Path, str], search_paths: Seque
             seen.add(imported)
             if not closed.isdisjoint((imported, imported.partition(".")[0], imported.rpartition(".")[0])):
                 continue
-            source = find_source(imported, search_paths)
+            source = import_path.find_source(imported)
             if source is None:
                 continue
             if _is_installed(source) or source.name != "__init__.py":

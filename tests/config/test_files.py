@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from retrain.config import load_config
-from retrain.config.toml import MAX_BYTES, is_too_deep, parse_toml, read_toml
+from retrain.config.toml import MAX_BYTES, is_too_deep, parse_toml, read_text
 from retrain.errors import ConfigError
 
 
@@ -99,7 +99,7 @@ class _Denied(type(Path())):  # type: ignore[misc]
 def test_a_file_that_cannot_be_opened_is_reported(tmp_path: Path) -> None:
     (tmp_path / "secret.toml").touch()
     with pytest.raises(ConfigError, match=r"secret.toml cannot be read: Permission denied"):
-        read_toml(_Denied(tmp_path / "secret.toml"))
+        read_text(_Denied(tmp_path / "secret.toml"))
 
 
 @pytest.mark.parametrize(

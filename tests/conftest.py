@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import ssl
 from pathlib import Path
 
 import hypothesis
@@ -18,6 +20,10 @@ if not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES")
 
 # Tests say themselves when the Hub is to be out of reach.
 os.environ.pop("HF_HUB_OFFLINE", None)
+
+
+# Every HTTP client reads all certificates, which takes 40 ms; the servers of the tests have none.
+ssl.create_default_context = functools.lru_cache(ssl.create_default_context)
 
 
 # Environments that tests load, one of which is named like a test.

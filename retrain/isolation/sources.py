@@ -21,6 +21,7 @@ from importlib.machinery import (
     PathFinder,
     SourceFileLoader,
     SourcelessFileLoader,
+    all_suffixes,
 )
 from importlib.util import find_spec as find_installed
 from importlib.util import source_from_cache
@@ -49,7 +50,7 @@ class _ImportPath:
 
     def __init__(self, search_paths: Sequence[str]) -> None:
         folders = dict.fromkeys(os.path.abspath(os.path.expanduser(folder)) for folder in (*search_paths, *sys.path))
-        self._names = {folder: _list_names(folder) for folder in folders}
+        self._entries = {folder: _list(folder) for folder in folders}
 
     def find_source(self, module: str) -> Path | None:
         spec = self.find_spec(module)
@@ -57,7 +58,8 @@ class _ImportPath:
 
     def find_spec(self, module: str) -> ModuleSpec | None:
         parts, spec = module.split("."), None
-        paths = [folder for folder, names in self._names.items() if names is None or parts[0] in names]
+        outermost = {parts[0] + suffix for suffix in ("", *all_suffixes())}
+        paths = [f for f, entries in self._entries.items() if entries is None or not outermost.isdisjoint(entries)]
         for part in parts:
             # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
             spec = PathFinder.find_spec(part, paths)
@@ -67,10 +69,10 @@ class _ImportPath:
         return spec
 
 
-def _list_names(folder: str) -> set[str] | None:
-    """The names in a folder, without suffixes; None if it cannot be listed, as a zip file."""
+def _list(folder: str) -> set[str] | None:
+    """The entries of a folder; None if it cannot be listed, as a zip file."""
     try:
-        return {name.partition(".")[0] for name in os.listdir(folder)}
+        return set(os.listdir(folder))
     except OSError:
         return None
 

@@ -6,24 +6,24 @@ judge, which needs no worker); several can be combined in a weighted sum.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from retrain.errors import PluginError
 from retrain.plugins import REGISTRIES, import_path, make_importable
 from retrain.rewards.batch import BatchReward, outcome_of
-from retrain.rewards.cache import BOXED
 from retrain.rewards.custom import CustomReward
-from retrain.rewards.sandbox import RewardPool
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, RewardSpec, TermSpec
 
 if TYPE_CHECKING:
     from retrain.config import schema
+    from retrain.rewards.sandbox import RewardPool
 
 __all__ = [
     "BatchReward",
@@ -38,6 +38,13 @@ __all__ = [
     "outcome_of",
     "read_spec",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RewardPool":
+        raise AttributeError(f"module 'retrain.rewards' has no attribute {name!r}")
+    # A worker process imports this package, and not the pool that starts workers.
+    return importlib.import_module("retrain.rewards.sandbox").RewardPool
 
 
 JUDGE = "judge"
@@ -92,6 +99,8 @@ def _start_pool(spec: RewardSpec, section: schema.Reward, log: Callable[[str], N
     for name in section.pass_env:
         if "*" not in name and name not in os.environ:
             log(f"Warning: [reward] pass_env lists {name}, which is not set")
+    from retrain.rewards.sandbox import RewardPool  # noqa: PLC0415  (a worker process does not need it)
+
     return RewardPool(spec, section.timeout_s, section.workers, section.memory_mb, section.pass_env, log)
 
 
@@ -107,7 +116,7 @@ def load_reward(term: TermSpec, search_paths: Sequence[str] = ()) -> Reward:
         part = import_path(f"{term.custom_module}:{term.custom_function}", "reward")
     else:
         part = REGISTRIES["reward"].load(term.type, search_paths)
-    arguments = (term.think_boxes,) if term.type in BOXED else ()
+    arguments = (term.think_boxes,) if term.reads_box else ()
     try:
         found = part(*arguments) if inspect.isclass(part) else part
     except Exception as error:

@@ -12,9 +12,6 @@ from retrain.rewards.match import answer_of, final_answer
 from retrain.rewards.wire import Item, RewardSpec
 from retrain.types import Score
 
-BOXED = ("match", "math")
-"""Rewards that depend only on the last box and the reference."""
-
 MAX_CACHED = 65_536
 _MAX_LENGTH = 2000
 _NO_ANSWER = Score(0.0, "wrong")
@@ -35,7 +32,7 @@ class ScoreCache:
     @classmethod
     def of(cls, spec: RewardSpec) -> ScoreCache | None:
         """A cache for rewards that depend only on answer and reference; None for others."""
-        if spec.weighted or spec.terms[0].type not in BOXED:
+        if spec.weighted or not spec.terms[0].reads_box:
             return None
         return cls(spec.terms[0].think_boxes)
 

@@ -37,6 +37,11 @@ class TermSpec:
     """Whether `match` and `math` count a box inside `<think>…</think>`."""
 
     @property
+    def reads_box(self) -> bool:
+        """Whether the score depends only on the last box and the reference."""
+        return self.type in ("match", "math")
+
+    @property
     def name(self) -> str:
         """Its name in logs."""
         return f"{self.custom_module}.{self.custom_function}" if self.type == "custom" else self.type

@@ -110,6 +110,19 @@ def config_for(model: Path, **overrides: Any) -> TrainConfig:
 
 def policy_for(config: TrainConfig, trained: bool = True, device: str = "cpu") -> Policy:
     """The policy of a configuration; `trained` gives it an adapter that does something."""
+    if device != "cpu":
+        return _load(config, trained, device)
+    # Hundreds of tests use a few models, and a copy takes a quarter of the time of loading one.
+    key = repr((config.model, config.lora, config.training.seed, trained, device))
+    if key not in _LOADED:
+        _LOADED[key] = _load(config, trained, device)
+    return copy.deepcopy(_LOADED[key])
+
+
+_LOADED: dict[str, Policy] = {}
+
+
+def _load(config: TrainConfig, trained: bool, device: str) -> Policy:
     policy = load_policy(config.model, config.lora, config.training.seed, torch.device(device), lambda line: None)
     if trained:
         generator = torch.Generator().manual_seed(1)

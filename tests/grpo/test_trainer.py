@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -44,6 +45,13 @@ Make = Callable[..., GRPOTrainer]
 
 def by_length(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects_stay() -> None:
+    """After every training, accelerate looks through all objects for garbage, those of other tests included."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -182,7 +182,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.NoSuchOption as error:
         from retrain.config.synonyms import find_meant_flags  # noqa: PLC0415  (only a wrong flag needs it)
 
-        meant, typed = " or ".join(f"'{flag}'" for flag in find_meant_flags(error.option_name)), error.option_name
+        given, name = sys.argv[1:] if arguments is None else arguments, error.option_name
+        # click reads -lr as -l and -r
+        typed = next((word for word in given if word.startswith(name)), name) if len(name) == 2 else name
+        meant = " or ".join(f"'{flag}'" for flag in find_meant_flags(typed))
         if not meant:
             error.show()
         else:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from retrain.config.schema import Lora, Model
-from retrain.errors import ConfigError
+from retrain.errors import BackendError, ConfigError
 from retrain.modeling.causal_lm import CausalLM, is_projection, module_of
 from retrain.modeling.quantization import QuantizedLinear
 from retrain.seeding import derive_seed
@@ -51,6 +51,13 @@ def add_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> Pef
     except (ValueError, AttributeError) as error:
         raise ConfigError(
             f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}  {_advise(causal_lm)}"
+        ) from error
+    except RuntimeError as error:
+        # On a CPU, PyTorch has no exception of its own for this.
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise BackendError(
+            f"an adapter of rank {model.lora_rank} does not fit into memory: {error}  Try: a smaller [model] lora_rank"
         ) from error
     if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
         raise ConfigError(

@@ -238,6 +238,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "check_custom_rewards",
+        {"reward": {"type": "custom", "custom_module": "mine.py:graded"}},
+        'names a file instead of a module.  Try: "mine", and custom_function = "graded"',
+    ),
+    (
+        "check_custom_rewards",
         {"reward": {"type": "custom", "custom_module": "mine:graded"}},
         '= "mine:graded" names a function, too.  Try: custom_module = "mine" and custom_function = "graded"',
     ),

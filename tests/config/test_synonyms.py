@@ -25,6 +25,7 @@ def test_a_synonym_is_of_one_option_and_no_flag_of_a_training_run() -> None:
     [
         ("--learning-rate", "--lr"),
         ("--learning-rte", "--lr"),
+        ("-lr", "--lr"),
         ("--bs", "--batch-size"),
         ("--wd", "--weight-decay"),
         ("--temp", "--temperature"),

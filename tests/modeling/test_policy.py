@@ -26,6 +26,13 @@ def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path, rank: int) -> None:
         load_policy(Model(model=str(tmp_path), lora_rank=rank), Lora(), 0, CPU, print)
 
 
+def test_an_adapter_that_memory_cannot_hold_is_refused_in_a_sentence() -> None:
+    with pytest.raises(
+        BackendError, match=r"an adapter of rank 1000000000000 does not fit .*smaller \[model\] lora_rank"
+    ):
+        load_policy(Model(model="builtin:tiny", lora_rank=10**12), Lora(), 0, CPU, print)
+
+
 def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin:tiny"))
     weights = model.state_dict()

@@ -22,14 +22,15 @@ def check_custom_rewards(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[ConfigIssue]:
+    module, _, function = reward.custom_module.partition(":")
     if reward.type == "custom" and not reward.custom_module:
         text, hint = 'is empty, but type is "custom".', 'Try: custom_module = "my_rewards"'
         yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))
-    elif reward.type == "custom" and (hint := suggest_module(reward.custom_module.partition(":")[0])):
+    elif reward.type == "custom" and (hint := suggest_module(module)):
         text = f"= {show_value(reward.custom_module)} names a file instead of a module."
+        hint += f", and custom_function = {show_value(function)}" if function else ""
         yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))
     elif reward.type == "custom" and ":" in reward.custom_module:
-        module, _, function = reward.custom_module.partition(":")
         text = f"= {show_value(reward.custom_module)} names a function, too."
         hint = f"Try: custom_module = {show_value(module)} and custom_function = {show_value(function)}"
         yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,9 @@ from retrain.errors import PluginError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint, EntryPoints
 
+
+ImportPath = tuple[tuple[str, int], ...]
+"""The folders of `sys.path`, each with the time of its last change."""
 
 # folder/module.py, with or without :attribute or .attribute
 _FILE = re.compile(r"(?:(?P<folder>.+)/)?(?P<module>[^/:]+)\.py(?:[:.](?P<attribute>\w+))?")
@@ -88,7 +92,7 @@ class Registry:
 
     def discovered(self) -> dict[str, EntryPoint]:
         """Parts that installed packages declare, by name."""
-        return {point.name: point for point in _read_entry_points(self.group, tuple(sys.path))}
+        return {point.name: point for point in _read_entry_points(self.group, _stamp_import_path())}
 
     def names(self) -> list[str]:
         """All names that need no dotted path."""
@@ -121,11 +125,22 @@ class Registry:
 
 
 @lru_cache
-def _read_entry_points(group: str, import_path: tuple[str, ...]) -> EntryPoints:
+def _read_entry_points(group: str, import_path: ImportPath) -> EntryPoints:
     """What packages on this import path declare. It is kept: there may be hundreds of packages to read."""
     from importlib.metadata import entry_points  # noqa: PLC0415  (a tenth of the start-up time, seldom needed)
 
     return entry_points(group=group)
+
+
+def _stamp_import_path() -> ImportPath:
+    """Where packages are looked for; it changes when one is installed, which a page that stays open must notice."""
+    stamps = []
+    for folder in sys.path:
+        try:
+            stamps.append((folder, os.stat(folder or ".").st_mtime_ns))
+        except OSError:
+            stamps.append((folder, 0))
+    return tuple(stamps)
 
 
 def is_plugin(kind: str, name: str) -> bool:

@@ -73,6 +73,13 @@ def test_an_installed_part_is_found_by_its_entry_point(folder: Path) -> None:
     assert REGISTRY.load("extra") == "installed"
 
 
+def test_a_package_that_is_installed_meanwhile_is_found(folder: Path) -> None:
+    make_importable([str(folder)])
+    assert REGISTRY.names() == ["join", "broken"]
+    install(folder, "sample_parts:part")
+    assert REGISTRY.names() == ["join", "broken", "extra"]
+
+
 def test_a_builtin_wins_over_an_entry_point_of_the_same_name(folder: Path) -> None:
     import os.path
 

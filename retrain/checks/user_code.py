@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -92,8 +93,9 @@ def _suggest_module(module: str, search_paths: Sequence[str]) -> str:
     if inner and (package := find_spec(name, search_paths)):
         files = [file for folder in package.submodule_search_locations or () for file in Path(folder).glob("*.py")]
         close = get_close_matches(".".join(inner), [file.stem for file in files], n=1)
-        return f"Did you mean '{name}.{close[0]}'?" if close else f"The package {name} has no {'.'.join(inner)}."
-    if Path(f"{name}.py").is_file():
+        what = "module" if package.submodule_search_locations is None else "package"
+        return f"Did you mean '{name}.{close[0]}'?" if close else f"The {what} {name} has no {'.'.join(inner)}."
+    if os.path.isfile(f"{name}.py"):
         longer = json.dumps([*search_paths, "."])
         return f"It is in the working directory.  Try: [plugins] search_paths = {longer}"
     folders = [Path(folder).expanduser() for folder in search_paths]

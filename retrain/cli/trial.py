@@ -249,15 +249,16 @@ def _try_hub_source(config: TrainConfig) -> str:
 
 
 def _try_reward(config: TrainConfig) -> str:
-    from retrain.rewards import load_reward, read_spec  # noqa: PLC0415
+    from retrain.rewards import read_spec, start_pool  # noqa: PLC0415
 
     # Loading would also import a function for TRL, which a run refuses.
     if issue := next(find_reward_issues(config), None):
         raise ConfigError(str(issue))
     spec = read_spec(config.reward, config.plugins.search_paths)
-    terms = [term for term in spec.terms if term.type != "judge"]
-    for term in terms:
-        load_reward(term, spec.search_paths)
+    terms = tuple(term for term in spec.terms if term.type != "judge")
+    # In a worker, as in the run: there, code sees other variables and modules, and less memory.
+    section = config.reward.model_copy(update={"workers": 1})
+    start_pool(replace(spec, terms=terms), section, lambda line: None).close()
     return f"{', '.join(term.name for term in terms)} imported"
 
 

@@ -54,7 +54,9 @@ class _ImportPath:
 
     def find_source(self, module: str) -> Path | None:
         spec = self.find_spec(module)
-        return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+        # In a zip file, there is no file.
+        is_file = spec is not None and spec.origin and spec.origin.endswith(".py") and os.path.isfile(spec.origin)
+        return Path(spec.origin) if spec is not None and spec.origin and is_file else None
 
     def find_spec(self, module: str) -> ModuleSpec | None:
         parts, spec = module.split("."), None
@@ -106,8 +108,8 @@ def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Sources, Sou
     if file is None:
         return {}, {}
     files = _list_sources(file.parent) if file.name == "__init__.py" else [file]
-    own = {path: _read(path) for path in files}
-    names = {path: _name(path, file, outermost) for path in files}
+    own = {path: text for path in files if (text := _read(path)) is not None}
+    names = {path: _name(path, file, outermost) for path in own}
     return own, {} if _is_installed(file) else _follow_imports(own, names, import_path)
 
 
@@ -124,36 +126,42 @@ def import_as_read(sources: Sources) -> None:
     """Import these files with these contents from now on, whatever they contain by then."""
     if not sources:
         return
-    contents = {str(path.resolve()): text for path, text in sources.items()}
+    # By both names: a file may be reached through another link, and a link may lead to another file by then.
+    contents = {name: text for path, text in sources.items() for name in _names_of(str(path))}
 
     class Loader(SourceFileLoader):
         """Reads what was read before. Its bytecode may be that of another version."""
 
         def get_data(self, path: str) -> bytes:
-            real = os.path.realpath(path)
-            if _source_of(path) in contents:
+            if not contents.keys().isdisjoint(_names_of(_source_of(path))):
                 raise FileNotFoundError(path)
-            return contents[real] if real in contents else super().get_data(path)
+            name = next((name for name in _names_of(path) if name in contents), None)
+            return super().get_data(path) if name is None else contents[name]
 
     folders = {os.path.dirname(path) for path in contents}
     compiled = (SourcelessFileLoader, BYTECODE_SUFFIXES)
 
     def find_in(folder: str) -> FileFinder:
-        if os.path.realpath(folder) not in folders:
+        if folders.isdisjoint(_names_of(folder)):
             raise ImportError(folder)  # left to the usual finders
         return FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (Loader, SOURCE_SUFFIXES), compiled)
 
     sys.path_hooks.insert(0, find_in)
-    for folder in [folder for folder in sys.path_importer_cache if os.path.realpath(folder) in folders]:
+    for folder in [folder for folder in sys.path_importer_cache if not folders.isdisjoint(_names_of(folder))]:
         del sys.path_importer_cache[folder]
     # It would be that of the file as it is now.
     sys.dont_write_bytecode = True
 
 
+def _names_of(path: str) -> tuple[str, ...]:
+    """The name by which a file or folder is found, and that without links; none for ""."""
+    return (os.path.abspath(path), os.path.realpath(path)) if path else ()
+
+
 def _source_of(path: str) -> str:
     """The source file of bytecode, or "" if it is not bytecode."""
     try:
-        return os.path.realpath(source_from_cache(path))
+        return source_from_cache(path)
     except ValueError:
         return ""
 
@@ -192,8 +200,8 @@ def _follow_imports(own: Sources, names: Mapping[Path, str], import_path: _Impor
                 continue
             if _is_installed(source) or source.name != "__init__.py":
                 closed.add(imported)
-            if source not in own and not _is_installed(source):
-                found[source] = _read(source)
+            if source not in own and not _is_installed(source) and (text := _read(source)) is not None:
+                found[source] = text
                 queue.append((source, imported))
     return found
 
@@ -224,9 +232,9 @@ def _is_installed(file: Path) -> bool:
     return not _INSTALLED.isdisjoint(file.parts)
 
 
-def _read(path: Path) -> bytes:
-    """The content of a source file; empty if it cannot be read, which only matters if it is imported."""
+def _read(path: Path) -> bytes | None:
+    """The content of a source file; None if it cannot be read, which its import will say."""
     try:
         return path.read_bytes()
     except OSError:
-        return b""
+        return None

@@ -37,6 +37,7 @@ __all__ = [
     "load_reward",
     "outcome_of",
     "read_spec",
+    "start_pool",
 ]
 
 
@@ -79,7 +80,7 @@ def build_reward(
     spec = read_spec(section, search_paths)
     judge_terms = tuple(term for term in spec.terms if term.type == JUDGE)
     if not judge_terms:
-        return _start_pool(spec, section, log)
+        return start_pool(spec, section, log)
     from retrain.rewards.judge import JudgeReward  # noqa: PLC0415  (loads an HTTP client)
     from retrain.rewards.mixed import MixedReward  # noqa: PLC0415
 
@@ -88,14 +89,15 @@ def build_reward(
         return judge
     try:
         others = replace(spec, terms=tuple(term for term in spec.terms if term.type != JUDGE))
-        pool = _start_pool(others, section, log) if others.terms else None
+        pool = start_pool(others, section, log) if others.terms else None
     except BaseException:
         judge.close()
         raise
     return MixedReward(judge, judge_terms, pool, section.correct_from)
 
 
-def _start_pool(spec: RewardSpec, section: schema.Reward, log: Callable[[str], None]) -> RewardPool:
+def start_pool(spec: RewardSpec, section: schema.Reward, log: Callable[[str], None]) -> RewardPool:
+    """Start worker processes, which load the rewards of `spec`; raises PluginError if they cannot."""
     for name in section.pass_env:
         if "*" not in name and name not in os.environ:
             log(f"Warning: [reward] pass_env lists {name}, which is not set")

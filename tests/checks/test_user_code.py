@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -154,6 +155,7 @@ def test_a_module_that_a_package_lacks_is_answered_with_those_that_it_has() -> N
     assert issues("package.gradin", "score")[0].endswith("Did you mean 'package.grading'?")
     assert issues("package.elsewhere", "score")[0].endswith("The package package has no elsewhere.")
     assert issues("regular.other", "score")[0].endswith("The package regular has no other.")
+    assert issues("mine.inner", "score")[0].endswith("The module mine has no inner.")
     assert issues("regular", "score")[0].endswith("It defines no function.")
     assert issues("regula", "score")[0].endswith("Did you mean 'regular'?")
     assert suggest_module("regular/grading.py") == 'Try: "regular.grading"'
@@ -167,6 +169,14 @@ def test_a_module_that_a_package_lacks_is_answered_with_those_that_it_has() -> N
 def test_a_module_in_a_folder_of_the_working_directory_is_answered_with_its_package() -> None:
     Path("other_grading.py").touch()
     assert issues("grading", "score")[0].endswith("Did you mean 'package.grading'?")
+
+
+def test_a_module_in_a_zip_file_is_left_to_its_import() -> None:
+    with ZipFile("parts.zip", "w") as parts:
+        parts.writestr("zipped.py", SOURCE)
+    options = {"reward.type": "custom", "reward.custom_module": "zipped", "plugins.search_paths": ["parts.zip"]}
+    config = load_config(None, options)
+    assert [*find_reward_issues(config), *find_missing_plugins(config)] == []
 
 
 def test_explain_reports_a_missing_plugin_as_the_run_does(capsys: pytest.CaptureFixture[str]) -> None:

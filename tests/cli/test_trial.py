@@ -309,9 +309,12 @@ def test_a_module_that_ends_the_process_or_never_ends_is_named(folder: Path, mon
     scores = "def score(response, reference):\n    return 1.0\n"
     (folder / "tried_ending.py").write_text(f"import os\nos._exit(3)\n{scores}")
     (folder / "tried_sleeping.py").write_text(f"import time\ntime.sleep(600)\n{scores}")
+    (ended,) = trial.try_out(load_config(None, HERE | {"loss.type": "tried_ending.Loss"}))
+    assert (ended.where, ended.problem) == ("[loss] type", "the trial process exited with code 3")
+    # Rewards have a process of their own.
     options = {"reward.type": "custom", "reward.custom_module": "tried_ending"}
-    (ended,) = trial.try_out(load_config(None, HERE | options))
-    assert (ended.where, ended.problem) == ("[reward]", "the trial process exited with code 3")
+    reward, _ = trial.try_out(load_config(None, HERE | options))
+    assert reward.where == "[reward]" and "the reward process exited with status 3" in reward.problem
     monkeypatch.setattr(trial, "TRIAL_S", 3.0)
     (slow,) = trial.try_out(load_config(None, HERE | options | {"reward.custom_module": "tried_sleeping"}))
     assert (slow.is_warning, slow.problem) == (True, "")

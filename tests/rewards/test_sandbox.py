@@ -456,6 +456,21 @@ def test_the_options_of_the_file_reach_the_processes(monkeypatch):
         assert pool.score([("memory", "")])[0].detail.startswith("MemoryError")
 
 
+def test_a_replaced_worker_uses_the_code_of_the_first_where_a_link_leads_elsewhere_by_then(tmp_path):
+    (tmp_path / "shared").mkdir()
+    score = "import os\ndef score(response, reference):\n    response == 'die' and os._exit(3)\n    return {}\n"
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / "shared" / f"{name}.py").write_text(score.format(value))
+    link = tmp_path / "linked.py"
+    link.symlink_to("shared/one.py")
+    spec = RewardSpec((TermSpec("custom", custom_module="linked"),), search_paths=(str(tmp_path),))
+    with RewardPool(spec, workers=1) as pool:
+        link.unlink()
+        link.symlink_to("shared/two.py")
+        died, scored = pool.score([("die", "b"), ("a", "b")])
+    assert (died.outcome, scored.value) == ("error", 1.0)
+
+
 def test_a_replaced_worker_uses_the_code_of_the_first(tmp_path):
     (tmp_path / "kept").mkdir()
     score = (

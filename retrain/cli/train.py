@@ -109,9 +109,9 @@ def load_environment(announce: bool = True) -> None:
 
 def find_config(given: str | None, overrides: dict[str, object]) -> Path:
     """The given file, that of the run when resuming, else ./retrain.toml."""
-    if overrides.get("resume.from") == "":
-        raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
     resumed = overrides.get("resume.from")
+    if resumed == "":
+        raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
     own = Path(str(resumed)).expanduser() / "config.toml"
     if given is not None and not (resumed and os.path.abspath(given) == os.path.abspath(own)):
         path = Path(given)

@@ -24,7 +24,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from retrain.errors import CheckpointError
-from retrain.storage.publishing import may_replace, publish_folder
+from retrain.storage.publishing import publish_folder, why_kept
 from retrain.types import JsonObject
 
 MANIFEST = "checkpoint.json"
@@ -200,11 +200,8 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, log: Callable[[str], N
     if not source.is_dir():
         # A backend of another kind may have none.
         return None
-    if not may_replace(adapter_path):
-        log(
-            f"Warning: {adapter_path} holds files that retrain did not write, so it is left alone. "
-            f"The adapter is in {source}."
-        )
+    if reason := why_kept(adapter_path):
+        log(f"Warning: {adapter_path} {reason}, so it is left alone. The adapter is in {source}.")
         return source
     log_dir = checkpoint.parent.parent.absolute()
     # Without the permissions of the originals: weights are written for their owner alone, and a server that reads them

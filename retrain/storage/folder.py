@@ -29,7 +29,7 @@ from retrain.storage.checkpoint import (
 )
 from retrain.storage.inputs import find_changed_models, find_moved_files, find_moved_models
 from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
-from retrain.storage.publishing import may_replace, other_run
+from retrain.storage.publishing import other_run, why_kept
 from retrain.storage.recording import drop_recordings, find_recordings
 
 CONFIG_FILE = "config.toml"
@@ -137,14 +137,14 @@ class RunFolder:
             return  # the service keeps them
         adapter = Path(self.config.backend.adapter_path).expanduser()
         existing = nearest_existing(adapter)
-        if not is_writable_folder(existing):
+        if reason := why_kept(adapter):
             self.log(
-                f"Warning: {existing} cannot be written to, so adapters stay in the checkpoints.  "
+                f"Warning: {adapter} {reason}, so adapters stay in the checkpoints.  "
                 f"Try: --adapter-path {self.path / 'adapter'}"
             )
-        elif not may_replace(adapter):
+        elif not is_writable_folder(existing):
             self.log(
-                f"Warning: {adapter} holds files that retrain did not write, so adapters stay in the checkpoints.  "
+                f"Warning: {existing} cannot be written to, so adapters stay in the checkpoints.  "
                 f"Try: --adapter-path {self.path / 'adapter'}"
             )
         other = other_run(adapter, self.path)

@@ -19,11 +19,12 @@ RECORD = ".retrain_published.json"
 which run they are of."""
 
 
-def may_replace(target: Path) -> bool:
-    """Whether this is a free path, an empty folder or an earlier publish, not a folder that was named by mistake."""
+def why_kept(target: Path) -> str:
+    """What was named by mistake and is not replaced; "" for a free path, an empty folder and an earlier publish."""
     if target.is_dir():
-        return (target / RECORD).is_file() or not any(target.iterdir())
-    return not target.exists()
+        is_ours = (target / RECORD).is_file() or not any(target.iterdir())
+        return "" if is_ours else "holds files that retrain did not write"
+    return "is a file, not a folder" if target.exists() else ""
 
 
 def other_run(target: Path, run: Path) -> str:

@@ -855,6 +855,13 @@ def test_an_adapter_path_with_other_files_is_a_warning_before_the_first_step(mod
     assert (tmp_path / "adapter" / "thesis.txt").read_text() == "mine"
 
 
+def test_a_file_as_adapter_path_is_a_warning_before_the_first_step(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").write_text("mine")
+    _, printed = train_quietly(fake_config(model, tmp_path))
+    assert f"{tmp_path / 'adapter'} is a file, not a folder, so adapters" in printed.partition("Step 0")[0]
+    assert (tmp_path / "adapter").read_text() == "mine"
+
+
 def test_an_adapter_path_that_cannot_be_written_to_is_a_warning_before_the_first_step(
     model: Path, tmp_path: Path
 ) -> None:

@@ -200,8 +200,8 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, log: Callable[[str], N
     if not source.is_dir():
         # A backend of another kind may have none.
         return None
-    if reason := why_kept(adapter_path):
-        log(f"Warning: {adapter_path} {reason}, so it is left alone. The adapter is in {source}.")
+    if why := why_kept(adapter_path):
+        log(f"Warning: {adapter_path} {why}, so it is left alone. The adapter is in {source}.")
         return source
     log_dir = checkpoint.parent.parent.absolute()
     # Without the permissions of the originals: weights are written for their owner alone, and a server that reads them

@@ -137,9 +137,9 @@ class RunFolder:
             return  # the service keeps them
         adapter = Path(self.config.backend.adapter_path).expanduser()
         existing = nearest_existing(adapter)
-        if reason := why_kept(adapter):
+        if why := why_kept(adapter):
             self.log(
-                f"Warning: {adapter} {reason}, so adapters stay in the checkpoints.  "
+                f"Warning: {adapter} {why}, so adapters stay in the checkpoints.  "
                 f"Try: --adapter-path {self.path / 'adapter'}"
             )
         elif not is_writable_folder(existing):

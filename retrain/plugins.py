@@ -102,6 +102,11 @@ class Registry:
         """Why `name` is not a part of this kind, or "". Imports nothing."""
         if hint := suggest_module(name, "NAME"):
             return f"{name[:60]!r} names a file instead of a module. {hint}"
+        of_files, suffix = self.readers("path"), name.rpartition(".")[2]
+        # As a dotted path, it would import what lies beside the file, such as the script that writes it.
+        if of_files and "." in name and (suffix in of_files or os.path.isfile(name)):
+            source = suffix if suffix in of_files else of_files[0]
+            return f'{name[:60]!r} is a file, not a {self.what}. Try: "{source}", and path = "{name}"'
         if name in self.builtins or is_dotted_path(name) or name in self.discovered():
             return ""
         close = get_close_matches(name[:60], self.names(), n=1)
@@ -221,9 +226,9 @@ def _own_names(module: ModuleType) -> list[str]:
 
 
 def make_importable(search_paths: Sequence[str]) -> None:
-    """Put folders at the front of the import path, permanently: a plugin may import lazily."""
+    """Put folders at the front of the import path, in order and permanently: a plugin may import lazily."""
     folders = dict.fromkeys(str(Path(path).expanduser().resolve()) for path in search_paths)
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    sys.path[:] = [*folders, *(folder for folder in sys.path if folder not in folders)]
     importlib.invalidate_caches()
 
 

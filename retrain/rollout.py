@@ -356,9 +356,10 @@ class Failures:
             why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]
             what = self.what[0].lower() + self.what[1:]
             things = self._things(len(scores) < total)
+            why, _, hint = why.partition("  Try: ")
             raise RolloutError(
                 f"{what} failed for {len(failed)} of {total} {things} ({failed[0].outcome}: {why}); "
-                f"{gives_up}.  Try: retrain man --topic reward-errors"
+                f"{gives_up}.  Try: {hint or 'retrain man --topic reward-errors'}"
             )
 
     def _things(self, more_come: bool) -> str:

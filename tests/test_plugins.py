@@ -65,6 +65,14 @@ def test_search_paths_are_put_on_the_import_path_once(folder: Path) -> None:
     assert sys.path.count(str(folder.resolve())) == 1
 
 
+def test_search_paths_come_first_and_in_order_wherever_they_were(folder: Path) -> None:
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        (folder / name / "my_sample_part.py").write_text(f"answer = {name!r}\n")
+    sys.path.append(str(folder / "one"))
+    assert REGISTRY.load("my_sample_part.answer", [str(folder / "one"), str(folder / "two")]) == "one"
+
+
 def test_an_installed_part_is_found_by_its_entry_point(folder: Path) -> None:
     (folder / "sample_parts.py").write_text("part = 'installed'\n")
     install(folder, "sample_parts:part")

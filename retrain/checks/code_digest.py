@@ -42,5 +42,8 @@ def code_digests(config: TrainConfig, of_scoring: bool = False) -> dict[str, str
 def _digest(module: str, search_paths: Sequence[str]) -> str:
     """A digest of its source and, after a ~, of what it imports, if there is anything; empty if there is no source."""
     own, imported = read_sources(module, search_paths)
-    texts = [b"".join(files.values()) for files in (own, imported) if files]
+    files = {source.path: source.text for source in own.values()}
+    # A file may be imported by several names.
+    others = {source.path: source.text for source in imported.values() if source.path not in files}
+    texts = [b"".join(each.values()) for each in (files, others) if each]
     return "~".join(hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts)

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -37,7 +37,7 @@ from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import announce_if_slow, print_heading, print_json, print_table
 from retrain.cli.estimate import check_resumed, list_runs
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config, strict_option
-from retrain.cli.trial import Trial, try_out
+from retrain.cli.trial import Trial, start_trials
 from retrain.config import TrainConfig
 from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.data import load_examples, reads_file
@@ -144,15 +144,14 @@ command.params.extend(click_options(listed=()))
 
 def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     """Every check in the order of the report; those of a configuration only when there is one."""
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(try_out, config) if config is not None else None
+    with start_trials(config) if config is not None else nullcontext(list) as wait:
         yield Check("system", "python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
         # An analysis of an adapter reads no other table, and needs the core packages only.
         trained = split_conditions(config, "the campaign") if config is not None else {}
         yield from _check_gpus(trained.values())
         yield from _check_packages(list(trained.values()), config is None)
         yield from _check_keys(trained.values())
-        trials = pending.result() if pending is not None else []
+        trials: list[Trial] = wait()
     if config is None:
         return
     yield from _check_parts(config, trained, trials)

@@ -5,17 +5,19 @@ Trials run in a separate process, so that an import that crashes or hangs cannot
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
+import select
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from retrain.campaign.plan import split_conditions
 from retrain.checks.connections import explain_no_judge
@@ -35,6 +37,7 @@ from retrain.config.load import build_config
 from retrain.config.toml import parse_toml
 from retrain.data import reads_file
 from retrain.errors import ConfigError, RetrainError
+from retrain.isolation.guard import GuardedProcess
 from retrain.isolation.redaction import redact_all
 from retrain.losses import build_loss
 from retrain.modeling.files import find_base, find_model, lacks_weights
@@ -42,17 +45,23 @@ from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importab
 from retrain.runtime.text import plural
 from retrain.types import Example
 
+if TYPE_CHECKING:
+    from retrain.environments import Environment, Message, Reply, Tool
+
+    Turn = tuple[Sequence[Message], Sequence[Tool]]
+
 TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
 FIRST_EXAMPLES = 16
 """Examples of an environment whose prompts are looked at: some are generated slowly."""
+FIRST_TURN_S = 10.0
+"""Limit for what an environment does before it asks for the first turn."""
 MEASURED = 256
 """Prompts that are tokenized to find the longest."""
 ENVIRONMENT = "[environment] provider"
 # What the trials of backends, servers, data and models depend on.
 _MACHINE = ("backend", "inference", "model", "lora", "teaching", "data", "eval", "environment")
-_MARK = "trial: "
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.cli.trial import main; main()"
+_BLOCK = 65_536
 
 
 @dataclass(frozen=True)
@@ -79,30 +88,42 @@ Attempt = Callable[[TrainConfig], str | Doubt]
 """Does what the run will do and returns what was found; raises where the run would."""
 
 
-def try_out(config: TrainConfig) -> list[Trial]:
-    """Try everything that this configuration uses, within `TRIAL_S`."""
+@contextmanager
+def start_trials(config: TrainConfig) -> Iterator[Callable[[], list[Trial]]]:
+    """Try everything that this configuration uses, within `TRIAL_S`; the function given waits for the results.
+
+    Whatever the trials have started is killed at the end, and when this process dies.
+    """
     wanted = [where for where, _ in _trials(config)]
     if not wanted:
-        return []
+        yield list
+        return
+    with open(os.devnull, "wb") as nowhere:
+        process = GuardedProcess(__name__, nowhere.fileno(), os.environ)
+    until = time.monotonic() + TRIAL_S
+
+    def wait() -> list[Trial]:
+        shown, is_over = b"", False
+        while not is_over and select.select([process.replies], [], [], max(0.0, until - time.monotonic()))[0]:
+            part = os.read(process.replies.fileno(), _BLOCK)
+            shown, is_over = shown + part, not part
+        code = process.stop()
+        found = [Trial(**json.loads(line)) for line in shown.split(b"\n")[:-1]]
+        if is_over:
+            ended = Trial("", "", f"the trial process exited with code {code}")
+        else:
+            ended = Trial("", f"unknown: the trial took more than {TRIAL_S:.0f} s", is_warning=True)
+        # The first one without a result ended the process.
+        unfinished = [replace(ended, where=where) for where in wanted[len(found) : len(found) + 1]]
+        untried = (Trial(where, "unknown: not tried after that", is_warning=True) for where in wanted[len(found) + 1 :])
+        return [*found, *unfinished, *untried]
+
     try:
-        done = subprocess.run(
-            # With the import path of the run, which lacks the working directory unless it is a search path.
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
-            input=dump_config(config),
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=TRIAL_S,
-            check=False,
-        )
-        lines, ended = done.stdout.splitlines(), Trial("", "", f"the trial process exited with code {done.returncode}")
-    except subprocess.TimeoutExpired as error:
-        shown = error.stdout or b""
-        lines = shown.decode(errors="replace").splitlines()
-        ended = Trial("", f"unknown: the trial took more than {TRIAL_S:.0f} s", is_warning=True)
-    found = [Trial(**json.loads(line.removeprefix(_MARK))) for line in lines if line.startswith(_MARK)]
-    # The first one without a result ended the process; later ones were not tried.
-    return found + [replace(ended, where=where) for where in wanted[len(found) : len(found) + 1]]
+        with suppress(BrokenPipeError), process.requests as requests:
+            requests.write(dump_config(config).encode())
+        yield wait
+    finally:
+        process.end()
 
 
 def main() -> None:
@@ -124,7 +145,7 @@ def main() -> None:
         except Exception as error:
             trial = Trial(where, "", f"{type(error).__name__}: {error}")
         # Here too: a plugin may have read secrets into the environment of this process.
-        out.write(_MARK + json.dumps(redact_all(asdict(trial))) + "\n")
+        out.write(json.dumps(redact_all(asdict(trial))) + "\n")
         out.flush()
     out.close()
     # Do not wait for threads and processes that plugins left behind.
@@ -198,6 +219,8 @@ def _machine_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
             yield f"{where}, tokenizer", partial(_try_tokenizer, name, where)
     if not config.environment.provider and is_plugin("data", config.data.source):
         yield "[data] source", _try_source
+    if not config.environment.provider and config.eval.every and is_plugin("data", config.held_out_source):
+        yield "[eval] source", _try_held_out
     for table in _tables_with_files(config):
         yield f"{table}, prompts", lambda c, table=table: _try_prompts(c, table)  # type: ignore[misc]
 
@@ -231,11 +254,15 @@ def _try_loss(config: TrainConfig) -> str:
 
 
 def _try_source(config: TrainConfig) -> str:
-    from retrain.data import load_examples, load_held_out  # noqa: PLC0415
+    from retrain.data import load_examples  # noqa: PLC0415
 
-    found = f"{config.data.source} loaded: {_count(load_examples(config.data, config.plugins.search_paths))}"
-    held_out = load_held_out(config)
-    return f"{found}, {len(held_out):,} held out" if held_out else found
+    return f"{config.data.source} loaded: {_count(load_examples(config.data, config.plugins.search_paths))}"
+
+
+def _try_held_out(config: TrainConfig) -> str:
+    from retrain.data import load_held_out  # noqa: PLC0415
+
+    return f"{config.held_out_source} loaded: {plural(len(load_held_out(config)), 'example')}"
 
 
 def _try_hub_source(config: TrainConfig) -> str:
@@ -318,7 +345,10 @@ def _try_environment(config: TrainConfig) -> str | Doubt:
         held_out = load_split(environment, section, config.eval.split)[: config.eval.max_examples]
         found += f", {len(held_out):,} held out"
         asked += held_out[:FIRST_EXAMPLES]
-    problem = _explain_long_prompt(config, asked)
+    longest = max((example.prompt for example in asked), key=lambda prompt: len(str(prompt)))
+    messages = [{"role": "user", "content": longest}] if isinstance(longest, str) else longest
+    turns = (messages, ()), _first_turn(environment, asked[0])
+    problem = next(filter(None, (_explain_long_prompt(config, turn) for turn in turns)), "")
     return Doubt(f"{found}; {problem}") if problem else found
 
 
@@ -328,7 +358,38 @@ def _count(examples: Sequence[Example]) -> str:
     return "unlimited examples" if isinstance(examples, Endless) else plural(len(examples), "example")
 
 
-def _explain_long_prompt(config: TrainConfig, examples: Sequence[Example]) -> str:
+class _Asked(BaseException):
+    """Ends a rollout at its first turn: no environment takes it for an error of its own."""
+
+
+class _FirstTurn:
+    """A `Chat` that takes down what the first turn asks."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.asked: Turn = ((), ())
+
+    async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        messages = [{"role": "user", "content": new}] if isinstance(new, str) else new
+        return await self.reply_to([messages] if isinstance(messages, Mapping) else messages, tools)
+
+    async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        self.asked = (history, tools)
+        raise _Asked
+
+
+def _first_turn(environment: Environment, example: Example) -> Turn:
+    """The messages and tools of a rollout's first turn, as far as they can be known without resources to open."""
+    from retrain.environments import ManagedEnvironment, run_rollout  # noqa: PLC0415
+
+    chat = _FirstTurn()
+    if not isinstance(environment, ManagedEnvironment):
+        with suppress(Exception, _Asked):
+            asyncio.run(asyncio.wait_for(run_rollout(environment, example, chat), FIRST_TURN_S))
+    return chat.asked
+
+
+def _explain_long_prompt(config: TrainConfig, turn: Turn) -> str:
     """That a prompt fills the context, or "". Not an error: an environment may ask something else than the prompt."""
     from retrain.environments.template import ChatTemplate  # noqa: PLC0415  (imports transformers)
     from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
@@ -336,11 +397,9 @@ def _explain_long_prompt(config: TrainConfig, examples: Sequence[Example]) -> st
     context, most = known_context(config), config.training.max_prompt_tokens
     if config.backend.backend != "local" or context is None or 0 < most < context:
         return ""
-    longest = max((example.prompt for example in examples), key=lambda prompt: len(str(prompt)))
-    messages = [{"role": "user", "content": longest}] if isinstance(longest, str) else longest
     try:
         template = ChatTemplate(load_tokenizer(config.model.model))
-        tokens = len(template.encode(template.render(messages, ()), begins=True))
+        tokens = len(template.encode(template.render(*turn), begins=True)) if turn[0] else 0
     except RetrainError:
         return ""  # the check of the tokenizer says why, or only the run knows the conversation
     if tokens < context:

@@ -92,7 +92,10 @@ class PolicyChat:
         branch, ids = self._find_branch(messages, tools)
         room = self.limits.context - len(ids)
         if room < 1 and not self.turns:
-            raise RolloutError(f"the first prompt has {len(ids)} tokens; the context length is {self.limits.context}.")
+            raise RolloutError(
+                f"the first prompt, with the tools, has {len(ids)} tokens; the context length is {self.limits.context}."
+                "  Try: shorter prompts, fewer tools, or a model with a longer context"
+            )
         if room < 1:
             self.context_full, self.finish_reason = True, "length"
             self._end("the context is full")

@@ -10,25 +10,32 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from importlib.machinery import (
-    BYTECODE_SUFFIXES,
-    EXTENSION_SUFFIXES,
-    SOURCE_SUFFIXES,
-    ExtensionFileLoader,
-    FileFinder,
-    ModuleSpec,
-    PathFinder,
-    SourceFileLoader,
-    SourcelessFileLoader,
-    all_suffixes,
-)
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, all_suffixes
 from importlib.util import find_spec as find_installed
-from importlib.util import source_from_cache
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-Sources = dict[Path, bytes]
-"""Contents of source files."""
+
+@dataclass(frozen=True)
+class Source:
+    """A module's file and what it contained."""
+
+    path: str
+    text: bytes
+
+    @property
+    def is_package(self) -> bool:
+        """Whether it is the __init__.py of a package."""
+        return os.path.basename(self.path) == "__init__.py"
+
+
+Sources = dict[str, Source]
+"""Modules as they were read, by name."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
 # Imports are followed to this many files, so a folder with a large project does not delay a run.
@@ -108,9 +115,9 @@ def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Sources, Sou
     if file is None:
         return {}, {}
     files = _list_sources(file.parent) if file.name == "__init__.py" else [file]
-    own = {path: text for path in files if (text := _read(path)) is not None}
-    names = {path: _name(path, file, outermost) for path in own}
-    return own, {} if _is_installed(file) else _follow_imports(own, names, import_path)
+    texts = {_name(path, file, outermost): (path, _read(path)) for path in files}
+    own = {name: Source(str(path), text) for name, (path, text) in texts.items() if text is not None}
+    return own, {} if _is_installed(file) else _follow_imports(own, import_path)
 
 
 def read_all_sources(modules: Iterable[str], search_paths: Sequence[str]) -> Sources:
@@ -123,47 +130,52 @@ def read_all_sources(modules: Iterable[str], search_paths: Sequence[str]) -> Sou
 
 
 def import_as_read(sources: Sources) -> None:
-    """Import these files with these contents from now on, whatever they contain by then."""
-    if not sources:
-        return
-    # By both names: a file may be reached through another link, and a link may lead to another file by then.
-    contents = {name: text for path, text in sources.items() for name in _names_of(str(path))}
-
-    class Loader(SourceFileLoader):
-        """Reads what was read before. Its bytecode may be that of another version."""
-
-        def get_data(self, path: str) -> bytes:
-            if not contents.keys().isdisjoint(_names_of(_source_of(path))):
-                raise FileNotFoundError(path)
-            name = next((name for name in _names_of(path) if name in contents), None)
-            return super().get_data(path) if name is None else contents[name]
-
-    folders = {os.path.dirname(path) for path in contents}
-    compiled = (SourcelessFileLoader, BYTECODE_SUFFIXES)
-
-    def find_in(folder: str) -> FileFinder:
-        if folders.isdisjoint(_names_of(folder)):
-            raise ImportError(folder)  # left to the usual finders
-        return FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (Loader, SOURCE_SUFFIXES), compiled)
-
-    sys.path_hooks.insert(0, find_in)
-    for folder in [folder for folder in sys.path_importer_cache if not folders.isdisjoint(_names_of(folder))]:
-        del sys.path_importer_cache[folder]
-    # It would be that of the file as it is now.
-    sys.dont_write_bytecode = True
+    """Import these modules as they were read, from now on, whatever the files are by then."""
+    if sources:
+        index = next((i for i, finder in enumerate(sys.meta_path) if finder is PathFinder), len(sys.meta_path))
+        sys.meta_path.insert(index, _Finder(sources))
 
 
-def _names_of(path: str) -> tuple[str, ...]:
-    """The name by which a file or folder is found, and that without links; none for ""."""
-    return (os.path.abspath(path), os.path.realpath(path)) if path else ()
+class _Finder(MetaPathFinder):
+    """Finds the modules that were read before it looks for files, which may be gone or have others in front of them."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        # Of packages without an __init__.py: the folders of what is in them.
+        self._folders: dict[str, dict[str, None]] = {}
+        for name, source in sources.items():
+            folder = Path(source.path).parent
+            folder = folder.parent if source.is_package else folder
+            while name := name.rpartition(".")[0]:
+                if name not in sources:
+                    self._folders.setdefault(name, {})[str(folder)] = None
+                folder = folder.parent
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if source := self._sources.get(fullname):
+            return spec_from_file_location(fullname, source.path, loader=_Loader(fullname, source))
+        if fullname not in self._folders:
+            return None
+        found, spec = PathFinder.find_spec(fullname, path), ModuleSpec(fullname, None, is_package=True)
+        now = found.submodule_search_locations if found is not None and found.origin is None else None
+        spec.submodule_search_locations = list({**self._folders[fullname], **dict.fromkeys(now or ())})
+        return spec
 
 
-def _source_of(path: str) -> str:
-    """The source file of bytecode, or "" if it is not bytecode."""
-    try:
-        return source_from_cache(path)
-    except ValueError:
-        return ""
+class _Loader(SourceFileLoader):
+    """Loads a module as it was read. There is no bytecode of it: that may be of another version."""
+
+    def __init__(self, fullname: str, source: Source) -> None:
+        super().__init__(fullname, source.path)
+        self._text = source.text
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise FileNotFoundError(path)
+
+    def get_data(self, path: str) -> bytes:
+        return self._text if path == self.path else super().get_data(path)
 
 
 def _list_sources(package: Path) -> list[Path]:
@@ -181,28 +193,28 @@ def _name(path: Path, outermost: Path, name: str) -> str:
     return ".".join([name, *below]).removesuffix(".__init__")
 
 
-def _follow_imports(own: Sources, names: Mapping[Path, str], import_path: _ImportPath) -> Sources:
+def _follow_imports(own: Sources, import_path: _ImportPath) -> Sources:
     """Sources of the user that these modules import, and so on, in the order in which they are met."""
-    queue = list(names.items())[:_MOST_FILES]
-    seen, found = set(names.values()), Sources()
+    queue = list(own.items())[:_MOST_FILES]
+    seen, found = set(own), Sources()
     # Names below these are not looked for: in installed packages nothing is the user's, and in a file are no modules.
     closed = {"retrain", *sys.stdlib_module_names}
-    for path, name in queue:
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for imported in _imported_names(own.get(path) or found.get(path, b""), package):
+    for name, source in queue:
+        package = name if source.is_package else name.rpartition(".")[0]
+        for imported in _imported_names(source.text, package):
             if imported in seen or len(found) >= _MOST_FILES:
                 continue
             seen.add(imported)
             if not closed.isdisjoint((imported, imported.partition(".")[0], imported.rpartition(".")[0])):
                 continue
-            source = import_path.find_source(imported)
-            if source is None:
+            file = import_path.find_source(imported)
+            if file is None:
                 continue
-            if _is_installed(source) or source.name != "__init__.py":
+            if _is_installed(file) or file.name != "__init__.py":
                 closed.add(imported)
-            if source not in own and not _is_installed(source) and (text := _read(source)) is not None:
-                found[source] = text
-                queue.append((source, imported))
+            if not _is_installed(file) and (text := _read(file)) is not None:
+                found[imported] = Source(str(file), text)
+                queue.append((imported, found[imported]))
     return found
 
 

@@ -95,7 +95,8 @@ def test_the_process_that_tries_a_reward_does_not_search_the_working_directory()
     Path("elsewhere").mkdir()
     own = {"reward.type": "custom", "reward.custom_module": "beside", "model.model": "builtin:tiny"}
     config = load_config(None, own | {"plugins.search_paths": ["elsewhere"], "data.source": "arithmetic"})
-    (problem,) = [each.problem for each in trial.try_out(config) if each.where == "[reward]"]
+    with trial.start_trials(config) as wait:
+        (problem,) = [each.problem for each in wait() if each.where == "[reward]"]
     assert "there is no such module" in problem
 
 

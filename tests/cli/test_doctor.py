@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import plan_runs
 from retrain.checks.keys import missing_keys
 from retrain.cli import doctor, run
-from retrain.cli.trial import Trial, try_out
+from retrain.cli.trial import Trial, start_trials
 from retrain.config import load_config
 from retrain.config.reference import starter
 from retrain.runtime import packages
@@ -40,7 +41,7 @@ def _on_a_plain_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     # Importing torch takes seconds; one test asks the real one.
     monkeypatch.setattr(doctor, "probe_torch", lambda: _NO_GPU)
     # So does trying things out, which has tests of its own below.
-    monkeypatch.setattr(doctor, "try_out", lambda config: [])
+    monkeypatch.setattr(doctor, "start_trials", lambda config: nullcontext(list))
     _set_free_disk_space(monkeypatch, 100 * 10**9)
     monkeypatch.setattr(doctor, "hub_answers", lambda: True)
 
@@ -228,7 +229,7 @@ def test_what_was_tried_and_failed_is_missing_and_what_took_too_long_is_not(
         Trial("[inference] engine", "", "no server answers.  Try: vllm serve"),
         Trial("[environment] provider", "not known", is_warning=True),
     ]
-    monkeypatch.setattr(doctor, "try_out", lambda config: trials)
+    monkeypatch.setattr(doctor, "start_trials", lambda config: nullcontext(lambda: trials))
     _write(starter("demo"))
     code, checks = _examine(capsys)
     assert code == 1
@@ -248,7 +249,7 @@ def test_secrets_in_errors_of_plugins_are_hidden(
         Trial("[data] source", "", "login failed with opensesame99  Try: login opensesame99"),
         Trial("[reward]", "", "no server at postgres://u:passw0rd@h/"),
     ]
-    monkeypatch.setattr(doctor, "try_out", lambda config: trials)
+    monkeypatch.setattr(doctor, "start_trials", lambda config: nullcontext(lambda: trials))
     _write(starter("demo"))
     assert run(["doctor", *(["--json"] if as_json else [])]) == 1
     printed = capsys.readouterr().out
@@ -336,7 +337,7 @@ def test_a_file_of_problems_is_read_as_the_run_would(
 def test_an_invalid_row_is_reported_once_for_its_file(
     table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "try_out", try_out)
+    monkeypatch.setattr(doctor, "start_trials", start_trials)
     row = '{"prompt": "1+1", "answer": "2"}\n'
     for name in ("data", "eval"):
         Path(f"{name}.jsonl").write_text(row + ('{"prompt": "3"}\n' if name == table else ""), encoding="utf-8")
@@ -536,7 +537,7 @@ def test_truncated_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_model_without_a_tokenizer_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "try_out", try_out)
+    monkeypatch.setattr(doctor, "start_trials", start_trials)
     shutil.copytree(resolve_model("builtin:tiny"), "model", ignore=shutil.ignore_patterns("tokenizer*"))
     _write('[model]\nmodel = "./model"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
     for command, code in ((["doctor"], 1), (["explain"], 1), ([], 2)):

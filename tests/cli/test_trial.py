@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,9 +17,10 @@ from typing import Any
 import pytest
 
 from retrain.cli import doctor, run, trial
-from retrain.config import build_config, dump_config, load_config
+from retrain.config import TrainConfig, build_config, dump_config, load_config
 from retrain.errors import ConfigError, RetrainError
 from retrain.plugins import SERVER_ENGINES
+from retrain.storage.publishing import is_alive
 
 HERE = {
     "backend.devices": "cpu",
@@ -28,6 +34,11 @@ HERE = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def try_out(config: TrainConfig) -> list[trial.Trial]:
+    with trial.start_trials(config) as wait:
+        return wait()
 
 
 def outcomes(**options: Any) -> dict[str, tuple[str, str]]:
@@ -105,7 +116,8 @@ def test_held_out_rows_that_are_also_trained_on_are_a_warning(
     files = {"data.source": "jsonl", "data.path": "rows.jsonl", "eval.every": 1, "eval.path": "held_out.jsonl"}
     found = trial._try_prompts(load_config(None, HERE | files), "[eval]")
     assert isinstance(found, trial.Doubt) and "; 1 of 1 are also in [data].  Try: set [eval] path" in found.text
-    monkeypatch.setattr(doctor, "try_out", lambda config: [trial.Trial("[eval], prompts", found.text, is_warning=True)])
+    result = trial.Trial("[eval], prompts", found.text, is_warning=True)
+    monkeypatch.setattr(doctor, "start_trials", lambda config: nullcontext(lambda: [result]))
     monkeypatch.setattr(doctor, "probe_torch", lambda: {"cuda": None, "available": False, "gpus": []})
     (tmp_path / "run.toml").write_text(dump_config(load_config(None, HERE)))
     assert run(["doctor", "run.toml", "--json"]) == 0
@@ -239,6 +251,7 @@ def test_an_environment_is_made(folder: Path) -> None:
 
 
 ENVIRONMENT = """
+import asyncio
 from retrain.environments import Outcome
 from retrain.types import Example
 
@@ -261,6 +274,19 @@ class WrongType(Sound):
 
 class Long(Sound):
     def examples(self, split): return [Example("1+1=?" * 300, "2", id="1")]
+
+class Tools(Sound):
+    async def rollout(self, example, chat):
+        try:
+            await chat.ask(example.prompt, tools=[{"type": "function", "function": {"name": "f" * 300}}])
+        except Exception as error:
+            raise SystemExit("not the environment's business")
+
+class Waiting(Sound):
+    async def rollout(self, example, chat): await asyncio.sleep(600)
+
+class Failing(Sound):
+    async def rollout(self, example, chat): raise RuntimeError
 """
 
 
@@ -274,13 +300,17 @@ class Long(Sound):
         ("Raising", 1, "", "no such split"),
         ("NoTrain", 0, "", "has no rows to train on.  Try: return at least one Example"),
         ("WrongType", 0, "", "returned str instead of a retrain.types.Example (example 0)"),
+        ("Tools", 0, "9 examples; a prompt has ", ""),
+        ("Waiting", 0, "9 examples", ""),
+        ("Failing", 0, "9 examples", ""),
         ("Long", 0, "1 example; a prompt has 1502 tokens, and the context length is 256.  Try: [training] max_pro", ""),
     ],
 )
 def test_the_examples_of_an_environment_are_those_of_the_run(
-    folder: Path, name: str, evaluates: int, detail: str, problem: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, evaluates: int, detail: str, problem: str
 ) -> None:
     (folder / "tried_env.py").write_text(ENVIRONMENT)
+    monkeypatch.setattr(trial, "FIRST_TURN_S", 0.1)
     evaluation = {"eval__every": evaluates, "eval__max_examples": 4}
     found = outcomes(environment__provider=f"tried_env.{name}", **evaluation)["[environment] provider"]
     assert detail in found[0] and problem in found[1] and (bool(found[0]), bool(found[1])) != (True, True)
@@ -300,7 +330,7 @@ def test_an_environment_is_tried_last_and_long_prompts_may_be_cut(folder: Path) 
 def test_the_process_says_how_each_trial_went(folder: Path) -> None:
     (folder / "tried_loudly.py").write_text("print('trial: hello')\ndef score(response, reference): return 1.0\n")
     options = {"reward.type": "custom", "reward.custom_module": "tried_loudly"}
-    reward, tokenizer = trial.try_out(load_config(None, HERE | options))
+    reward, tokenizer = try_out(load_config(None, HERE | options))
     assert (reward.where, reward.problem) == ("[reward]", "")
     assert tokenizer == trial.Trial("[model] model, tokenizer", "builtin:tiny: 486 tokens")
 
@@ -309,15 +339,38 @@ def test_a_module_that_ends_the_process_or_never_ends_is_named(folder: Path, mon
     scores = "def score(response, reference):\n    return 1.0\n"
     (folder / "tried_ending.py").write_text(f"import os\nos._exit(3)\n{scores}")
     (folder / "tried_sleeping.py").write_text(f"import time\ntime.sleep(600)\n{scores}")
-    (ended,) = trial.try_out(load_config(None, HERE | {"loss.type": "tried_ending.Loss"}))
+    ended, _ = try_out(load_config(None, HERE | {"loss.type": "tried_ending.Loss"}))
     assert (ended.where, ended.problem) == ("[loss] type", "the trial process exited with code 3")
     # Rewards have a process of their own.
     options = {"reward.type": "custom", "reward.custom_module": "tried_ending"}
-    reward, _ = trial.try_out(load_config(None, HERE | options))
+    reward, _ = try_out(load_config(None, HERE | options))
     assert reward.where == "[reward]" and "the reward process exited with status 3" in reward.problem
     monkeypatch.setattr(trial, "TRIAL_S", 3.0)
-    (slow,) = trial.try_out(load_config(None, HERE | options | {"reward.custom_module": "tried_sleeping"}))
+    slow, untried = try_out(load_config(None, HERE | options | {"reward.custom_module": "tried_sleeping"}))
     assert (slow.is_warning, slow.problem) == (True, "")
+    assert untried == trial.Trial("[model] model, tokenizer", "unknown: not tried after that", is_warning=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_doctor_is_stopped(number: int, folder: Path) -> None:
+    (folder / "tried_sleeping.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "waiting = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "children = [os.getpid(), subprocess.Popen(waiting, start_new_session=True).pid]\n"
+        "open('started', 'w').write(' '.join(map(str, children)))\ntime.sleep(600)\n"
+    )
+    (folder / "run.toml").write_text(dump_config(load_config(None, HERE | {"loss.type": "tried_sleeping.Loss"})))
+    examined = subprocess.Popen([sys.executable, "-m", "retrain", "doctor", "run.toml"])
+    while not (folder / "started").exists() or " " not in (folder / "started").read_text():
+        time.sleep(0.05)
+    stopped = time.monotonic()
+    examined.send_signal(number)
+    assert examined.wait() != 0
+    pids = (folder / "started").read_text().split()
+    while any(is_alive(int(pid)) for pid in pids):
+        time.sleep(0.05)
+    assert time.monotonic() - stopped < 20  # a second on an idle machine; the trials may take 60
 
 
 def test_problems_of_the_hub_are_looked_for_in_the_cache_when_it_is_away(
@@ -344,7 +397,7 @@ def test_characters_that_pythonioencoding_lacks_reach_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    (tokenizer,) = trial.try_out(load_config(None, HERE | {"data.system_prompt": "Réponds en français."}))
+    (tokenizer,) = try_out(load_config(None, HERE | {"data.system_prompt": "Réponds en français."}))
     assert not tokenizer.problem and "tokens" in tokenizer.detail
 
 

@@ -253,6 +253,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "check_names",
+        {"data": {"source": "rows.jsonl"}},
+        '[data] source \'rows.jsonl\' is a file, not a data source. Try: "jsonl", and path = "rows.jsonl"',
+    ),
+    (
+        "check_names",
+        {"eval": {"source": "more/rows.jsonl"}},
+        "[eval] source 'more/rows.jsonl' is a file, not a data source. Try: \"jsonl\"",
+    ),
+    (
+        "check_names",
         {"environment": {"provider": "two_turns.py"}},
         "[environment] provider 'two_turns.py' names a file instead of a module. Try: \"two_turns:NAME\"",
     ),

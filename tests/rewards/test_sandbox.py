@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -469,6 +470,41 @@ def test_a_replaced_worker_uses_the_code_of_the_first_where_a_link_leads_elsewhe
         link.symlink_to("shared/two.py")
         died, scored = pool.score([("die", "b"), ("a", "b")])
     assert (died.outcome, scored.value) == ("error", 1.0)
+
+
+def become_packages(folder):
+    for name in ("mine", "helper"):
+        (folder / f"{name}.py").unlink()
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("def score(response, reference): return 2.0\nVALUE = 2.0\n")
+
+
+def shadow(folder):
+    for name in ("mine", "helper"):
+        (folder / "earlier" / f"{name}.py").write_text("def score(response, reference): return 2.0\nVALUE = 2.0\n")
+
+
+def remove(folder):
+    shutil.rmtree(folder / "spread")
+    for name in ("mine.py", "helper.py"):
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize("change", [become_packages, shadow, remove])
+def test_a_replaced_worker_uses_the_code_of_the_first_whatever_became_of_the_files(tmp_path, change):
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "spread" / "inner").mkdir(parents=True)
+    (tmp_path / "spread" / "inner" / "parts.py").write_text("VALUE = 0.25\n")
+    (tmp_path / "helper.py").write_text("VALUE = 0.5\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom helper import VALUE\nfrom spread.inner import parts\ndef score(response, reference):\n"
+        "    response == 'die' and os._exit(3)\n    return VALUE + parts.VALUE\n"
+    )
+    paths = (str(tmp_path / "earlier"), str(tmp_path))
+    with RewardPool(RewardSpec((TermSpec("custom", custom_module="mine"),), search_paths=paths), workers=1) as pool:
+        change(tmp_path)
+        died, scored = pool.score([("die", "b"), ("a", "b")])
+    assert (died.outcome, scored.outcome, scored.value) == ("error", "wrong", 0.75)
 
 
 def test_a_replaced_worker_uses_the_code_of_the_first(tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TypeGuard
 
-from retrain.analysis.runs import RunRecord, describe_attempts
+from retrain.analysis.runs import RunRecord, describe_records
 from retrain.analysis.scoring import describe_other_evaluation, find_unlike, named_inputs
 from retrain.data.order import is_same_digest
 from retrain.errors import ConfigError
@@ -69,7 +69,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     unfinished = [run.path.name for run in runs if run.status != "finished"]
     if unfinished:
         notes.append(f"Not finished: {', '.join(unfinished)}.")
-    notes += describe_attempts(runs)
+    notes += describe_records(runs)
     notes += [f"{run.path}: {plural(run.torn, 'incomplete line')} skipped." for run in runs if run.torn]
     if metric.startswith("eval_"):
         notes += require_same_evaluation(runs, metric, step)

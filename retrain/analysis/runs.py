@@ -15,13 +15,13 @@ from pathlib import Path
 from retrain.analysis.change import Row
 from retrain.analysis.scoring import Inputs, named_inputs, read_inputs
 from retrain.config import TrainConfig
-from retrain.config.load import load_recorded
+from retrain.config.load import load_recorded, parse_recorded
 from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value, show_value
 from retrain.errors import ConfigError
 from retrain.runtime.text import list_some
-from retrain.storage.checkpoint import read_state
-from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
+from retrain.storage.checkpoint import read_settings, read_state
+from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH, meaningful_differences
 from retrain.storage.logs import EVALS, MANIFEST, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
 
@@ -46,6 +46,8 @@ class RunRecord:
     """Number of steps taken."""
     attempts: tuple[str, ...] = ()
     """Folders of other attempts at this run, which are left out."""
+    edits: tuple[str, ...] = ()
+    """Options that were edited in config.toml after the run; `config` is what it was trained with."""
 
     def rows(self, metric: str) -> Mapping[int, Row]:
         """The rows that contain a metric: evaluations or training steps."""
@@ -112,11 +114,17 @@ def _is_attempt(run: RunRecord, other: RunRecord) -> bool:
     return other.steps > 0 and (not run.steps or (is_renamed and run.path.parent == other.path.parent))
 
 
-def describe_attempts(runs: Sequence[RunRecord]) -> list[str]:
-    """Sentences on the attempts that were left out."""
-    return [
+def describe_records(runs: Sequence[RunRecord]) -> list[str]:
+    """Sentences on attempts that were left out, and on configurations that were edited."""
+    attempts = (
         f"Left out as another attempt at {run.path.name}: {list_some(run.attempts)}." for run in runs if run.attempts
-    ]
+    )
+    edits = (
+        f"{run.path / CONFIG_FILE} was edited after the run, which is shown as it was trained ({list_some(run.edits)})."
+        for run in runs
+        if run.edits
+    )
+    return [*attempts, *edits]
 
 
 def _describe_differences(one: TrainConfig, other: TrainConfig) -> str:
@@ -174,10 +182,10 @@ def read_manifest(path: Path) -> JsonObject:
 
 def read_run(path: Path) -> RunRecord:
     """Load one run; incomplete lines are skipped and counted."""
-    config = load_recorded(path / CONFIG_FILE)
+    state = read_state(path)
+    config, edits = read_config(path, state)
     metrics, torn = read_rows(path / METRICS)
     evaluations, torn_too = read_rows(path / EVALS, is_evaluation)
-    state = read_state(path)
     return RunRecord(
         path,
         config.condition,
@@ -189,7 +197,21 @@ def read_run(path: Path) -> RunRecord:
         torn + torn_too,
         read_inputs(state, config),
         max(metrics, default=-1) + 1,
+        edits=edits,
     )
+
+
+def read_config(path: Path, state: JsonObject) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The configuration that a run was trained with, and what was edited in its config.toml since."""
+    config = load_recorded(path / CONFIG_FILE)
+    text = read_settings(path, state) if state.get("status") == "finished" else ""
+    try:
+        trained = parse_recorded(text, "the checkpoint") if text else config
+    except ConfigError:
+        return config, ()  # of another version
+    # Files may have moved.
+    edits = tuple(meaningful_differences(trained, config, paths_where("path")))
+    return (trained if edits else config), edits
 
 
 def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[dict[int, Row], int]:

@@ -58,6 +58,7 @@ def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
       seeds    seeds that both have
       config   options that differ
       inputs   code, models and data that were edited between runs
+      notes    edits of the runs' files
       steps    number of each side, shared, last_shared
       only_in  metrics that only one side has
       metrics  metric, first_step, step (that of a and b), a, b, largest,
@@ -98,7 +99,7 @@ def find_side(given: str) -> list[RunRecord]:
 
 def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> JsonObject:
     """Everything that `retrain diff` prints, under the keys that its help lists."""
-    from retrain.analysis.runs import config_differences  # noqa: PLC0415  (slow to import)
+    from retrain.analysis.runs import config_differences, describe_records  # noqa: PLC0415  (slow to import)
 
     seeds: list[int] = []
     if len(a) > 1 or len(b) > 1:
@@ -126,6 +127,7 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
         "seeds": seeds,
         "config": config,
         "inputs": list(dict.fromkeys(name for pair in pairs for name in _find_edited(*pair))),
+        "notes": describe_records([*a, *b]),
         "steps": {"a": len(steps[0]), "b": len(steps[1]), "shared": len(shared), "last_shared": shared[-1]},
         "only_in": {"a": sorted(one.keys() - other.keys()), "b": sorted(other.keys() - one.keys())},
         "metrics": [m for m in metrics if m is not None],
@@ -221,6 +223,8 @@ def _print(data: JsonObject) -> None:
     print_table(("option", "A", "B"), rows or [("none", "", "")])
     for name in data["inputs"]:
         click.echo(f"Edited between the runs: {name}.")
+    for note in data["notes"]:
+        click.echo(note)
     differing = [m for m in data["metrics"] if m.first_step is not None and not m.metric.endswith(_TIMINGS)]
     differing.sort(key=lambda m: m.first_step or 0)
     print_heading("Metrics that differ, by the first step where they diverge; values at the last step that both have")

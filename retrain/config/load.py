@@ -89,11 +89,12 @@ def load_config(
 
 def load_recorded(path: Path) -> TrainConfig:
     """The configuration in a run's folder, to look at: while its text is the same, so is the object."""
-    return _build_recorded(read_text(path), show_path(path))
+    return parse_recorded(read_text(path), show_path(path))
 
 
 @lru_cache(maxsize=512)
-def _build_recorded(text: str, name: str) -> TrainConfig:
+def parse_recorded(text: str, name: str) -> TrainConfig:
+    """The configuration in a text that a run wrote; `name` is for errors."""
     return build_config(parse_toml(text, name), {}, name)
 
 

@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 from retrain.analysis.health import METRIC_KEYS, check_health
-from retrain.analysis.runs import RunRecord
+from retrain.analysis.runs import RunRecord, read_config
 from retrain.analysis.scoring import read_inputs
 from retrain.config import TrainConfig
-from retrain.config.load import load_recorded
 from retrain.report.columns import Columns
 from retrain.report.completions import CompletionIndex
 from retrain.storage.checkpoint import last_edit, read_state
@@ -43,7 +42,8 @@ class RunLog:
         self.path = path
         self.id = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:10]
         self._written = _stamp(path / CONFIG_FILE)
-        self.config: TrainConfig = load_recorded(path / CONFIG_FILE)
+        self.config: TrainConfig
+        self.config, self.edits = read_config(path, read_state(path))
         self.columns = Columns()
         self.evaluations: dict[int, JsonObject] = {}
         self.completions = CompletionIndex(path / GENERATIONS, self.config.training.group_size)
@@ -102,6 +102,7 @@ class RunLog:
             self.torn,
             inputs,
             steps,
+            edits=self.edits,
         )
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 from retrain.analysis.change import Change, Row, comparable, find_other_setup, noise_between, paired_change
 from retrain.analysis.measure import require_same_model
-from retrain.analysis.runs import RunRecord, describe_attempts
+from retrain.analysis.runs import RunRecord, describe_records
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
 from retrain.runtime.text import plural
@@ -39,7 +39,7 @@ def describe_verdict(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
             return compare_conditions(runs)
         except ConfigError as error:
             note = f"The conditions are not compared: {error}"
-    notes = [*([note] if note else ()), *describe_attempts(runs)]
+    notes = [*([note] if note else ()), *describe_records(runs)]
     for run in runs:
         notes += [f"{run.path.name}: --force-resume: {line}." for line in read_state(run.path).get("forced", ())]
     return before_and_after(runs, logs) | {"notes": notes}

@@ -131,6 +131,15 @@ def read_state(log_dir: Path) -> JsonObject:
     return state if isinstance(state, dict) else {}
 
 
+def read_settings(log_dir: Path, state: JsonObject) -> str:
+    """The configuration in the checkpoint that trainer_state.json names; "" if there is none."""
+    try:
+        manifest = json.loads((log_dir / str(state["checkpoint"]) / MANIFEST).read_text(encoding="utf-8"))
+        return str(manifest["state"]["config"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
 def last_edit(state: JsonObject, last_step: int) -> int:
     """The step at which inputs of a run were edited for the last time, if it was trained further; else 0."""
     at = int(state.get("edited_at", 0))

@@ -18,12 +18,15 @@ from e2e.runs import fake_config, rows, rows_without_times, run_command, train_q
 from e2e.tiny import write_model, write_tokenizer
 
 from retrain.analysis.change import comparable
+from retrain.analysis.runs import read_run
 from retrain.builtin import resolve_model
 from retrain.campaign.progress import read_progress
 from retrain.cli import run
 from retrain.config import dump_config, load_config
 from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
+from retrain.report.runlog import RunLog
+from retrain.report.verdict import describe_verdict
 from retrain.storage.checkpoint import read_state, record_failure
 from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, step_aside, with_absolute_paths
 from retrain.storage.recording import find_recordings
@@ -853,6 +856,25 @@ def test_an_adapter_path_with_other_files_is_a_warning_before_the_first_step(mod
     before = printed.partition("Step 0")[0]
     assert f"{tmp_path / 'adapter'} holds files that retrain did not write" in before
     assert (tmp_path / "adapter" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_finished_run_is_shown_as_it_was_trained_if_its_config_toml_was_edited(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        folders = {"logging__log_dir": str(tmp_path / name), "backend__adapter_path": str(tmp_path / f"{name}_adapter")}
+        train_quietly(fake_config(model, tmp_path, training__lr=0.001, **folders))
+    capsys.readouterr()
+    folder, written = tmp_path / "b", tmp_path / "b" / "config.toml"
+    assert not read_run(folder).edits and not RunLog(folder).edits
+    assert "lr = 0.001\n" in written.read_text()
+    written.write_text(written.read_text().replace("lr = 0.001\n", "lr = 0.9\n"))
+    for shown in (read_run(folder), RunLog(folder)):
+        assert shown.config.training.lr == 0.001 and shown.edits == ("[training] lr: 0.001 -> 0.9",)
+    note = f"{written} was edited after the run, which is shown as it was trained ([training] lr: 0.001 -> 0.9)."
+    assert run(["diff", str(tmp_path / "a"), str(folder)]) == 0
+    assert note in capsys.readouterr().out
+    assert note in describe_verdict([read_run(folder)], [RunLog(folder)])["notes"]
 
 
 def test_a_file_as_adapter_path_is_a_warning_before_the_first_step(model: Path, tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def import_path(path: str, kind: str) -> object:
             raise PluginError(f"{kind} plugin {path!r}: there is no module {module_name!r}. {hint}") from error
         raise PluginError(
             f"{kind} plugin {path!r}: its module needs {error.name!r}, which is not installed."
+            f"{_suggest_neighbour(module_name, error.name)}"
         ) from error
     except (Exception, SystemExit) as error:
         # SystemExit: a script that was not meant to be imported must not end the run silently.
@@ -210,6 +211,17 @@ def import_path(path: str, kind: str) -> object:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise PluginError(f"{kind} plugin {path!r}: {module_name!r} has no {attribute!r}.{hint}") from error
     return found
+
+
+def _suggest_neighbour(module: str, missing: str) -> str:
+    """What to write where a module imports a file of its folder, which is not on the import path."""
+    from retrain.isolation.sources import find_source  # noqa: PLC0415  (only an error needs it)
+
+    source = find_source(module, ())
+    if source is None or not source.with_name(f"{missing}.py").is_file():
+        return ""
+    folder = os.path.relpath(source.parent)
+    return f' {missing}.py is beside it.  Try: from .{missing} import …, or [plugins] search_paths = [".", "{folder}"]'
 
 
 def _own_names(module: ModuleType) -> list[str]:

@@ -112,6 +112,11 @@ def test_a_missing_module_is_distinguished_from_one_that_needs_another(folder: P
     assert "there is no module 'no_such.deeper'" in refusal("no_such.deeper.part")
     (folder / "needy.py").write_text("import no_such_dependency\n")
     assert "its module needs 'no_such_dependency', which is not installed" in refusal("needy.part", str(folder))
+    (folder / "tools").mkdir()
+    (folder / "tools" / "needy.py").write_text("import beside\n")
+    (folder / "tools" / "beside.py").touch()
+    hint = "needs 'beside', which is not installed. beside.py is beside it.  Try: from .beside import …, or [plugins]"
+    assert hint in refusal("tools.needy.part", str(folder))
 
 
 @pytest.mark.parametrize(

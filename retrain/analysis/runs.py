@@ -16,8 +16,9 @@ from retrain.analysis.change import Row
 from retrain.analysis.scoring import Inputs, named_inputs, read_inputs
 from retrain.config import TrainConfig
 from retrain.config.load import load_recorded, parse_recorded
-from retrain.config.options import free_on_resume, paths_where, values_of
+from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
 from retrain.config.toml import format_value, show_value
+from retrain.config.unused import why_unused
 from retrain.errors import ConfigError
 from retrain.runtime.text import list_some
 from retrain.storage.checkpoint import read_settings, read_state
@@ -261,6 +262,11 @@ def _methods(runs: Sequence[RunRecord]) -> list[dict[str, object]]:
         # The learning rate of a step depends on the number of steps.
         excluded -= {"training.max_steps", "training.epochs"}
     methods = [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
+    known = options_by_path()
+    for path in {path for method in methods for path in method if method[path] != methods[0][path]}:
+        for run, method in zip(runs, methods, strict=True):
+            # Without effect, its value is not part of the method.
+            method[path] = known[path].default if why_unused(known[path], run.config) else method[path]
     # The same file or model in another place is the same.
     first: dict[tuple[str, str], object] = {}
     for run, method in zip(runs, methods, strict=True):

@@ -158,6 +158,8 @@ def _forms(value: str) -> set[str]:
     parts = {value, *(line.strip() for line in value.splitlines())}
     dump_unicode = partial(json.dumps, ensure_ascii=False)
     quoted = {write(part)[1:-1] for part in parts for write in (repr, json.dumps, dump_unicode)}
+    # Of bytes, as other programs pass them on; without their b and quotes.
+    quoted |= {repr(part.encode(errors="surrogateescape"))[2:-1] for part in parts} | {ascii(p)[1:-1] for p in parts}
     # repr escapes one kind of quote only where both occur.
     quoted |= {quote(part, safe=safe, errors="surrogateescape") for part in parts for safe in ("", "/")}
     return parts | quoted | {part.replace("\\", "\\\\").replace("'", "\\'") for part in parts}

@@ -59,7 +59,11 @@ def to_value(result: object) -> float:
     """Convert the result of a reward to a number within bounds."""
     if not isinstance(result, SupportsFloat):
         raise PluginError(f"the reward returned {_shorten(result)}; it must return a number or a bool")
-    return check_bounds(float(result), "the reward returned")
+    try:
+        value = float(result)
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"the reward returned {_shorten(result)}; it must return a number: {error}") from error
+    return check_bounds(value, "the reward returned")
 
 
 def check_bounds(value: float, returned: str) -> float:

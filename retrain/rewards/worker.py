@@ -82,7 +82,9 @@ class _Streams:
 
 def _limit_process(memory_mb: int) -> None:
     if memory_mb:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+        allowed = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = min(memory_mb << 20, sys.maxsize if allowed == resource.RLIM_INFINITY else allowed)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     # The parent kills a slow worker with SIGABRT, so that this prints its stack.
     faulthandler.enable(file=2, all_threads=False)
 

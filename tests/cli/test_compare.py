@@ -217,6 +217,12 @@ def test_loose_runs_are_grouped_by_what_differs_in_their_configuration(
     assert named["comparisons"][0]["baseline"] == "grpo+none,lr=0.001"
 
 
+def test_options_without_effect_make_no_condition(tmp_path: Path) -> None:
+    for seed, id in enumerate(["", "guess-number", "calculator"]):
+        write_run(tmp_path / f"{seed}", [0.1, 0.2], training__seed=seed, environment__id=id)
+    assert {found.condition for found in find_runs([tmp_path])} == {"grpo+none"}
+
+
 def test_intervals_have_the_level_that_was_asked_for(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual, wanted = (as_json(capsys, campaign, *more)["comparisons"][0] for more in ((), ("--alpha", "0.3")))
     for one, other in ((usual["test"], wanted["test"]), (usual["problems"], wanted["problems"])):

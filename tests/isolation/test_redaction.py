@@ -99,7 +99,9 @@ def test_secrets_are_hidden_in_every_form_they_are_printed_in(monkeypatch: pytes
     }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    for text in (repr(values), json.dumps(values), json.dumps(values, ensure_ascii=False), "\n".join(values.values())):
+    encoded = {name: value.encode() for name, value in values.items()}
+    texts = repr(values), ascii(values), repr(encoded), json.dumps(values), json.dumps(values, ensure_ascii=False)
+    for text in (*texts, "\n".join(values.values())):
         hidden = redact(text)
         for part in ("1234", "5678", "slash", "hunter22", "plainvalue", "schl", "MIIE", "hkiG"):
             assert part not in hidden, (part, hidden)

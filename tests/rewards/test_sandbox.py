@@ -37,6 +37,7 @@ def pool():
         ("inf", "the reward returned inf; it must be finite"),
         ("text", "the reward returned '1.0' (str); it must return a number or a bool"),
         ("lambda", "the reward returned <function"),
+        ("vector", "the reward returned array([1.]) (ndarray); it must return a number: only"),
         ("huge", "OverflowError: int too large to convert to float"),
         ("os._exit", "the reward process exited with status 3"),
         ("sys.exit", "SystemExit: 4"),
@@ -452,6 +453,8 @@ def test_the_options_of_the_file_reach_the_processes(monkeypatch):
     with build_reward(section, [HERE], logged.append) as pool:
         assert pool.score([("ACME_API_KEY", "")])[0].value == 12.0
     assert logged == ["Warning: [reward] pass_env lists ABSENT, which is not set"]
+    with build_reward(Reward(type="hostile.score", workers=1, memory_mb=10**14), [HERE]) as pool:
+        assert pool.score([("int", "")])[0].value == 1.0
     limited = Reward(type="hostile.score", workers=1, memory_mb=2048)
     with build_reward(limited, [HERE]) as pool:
         assert pool.score([("memory", "")])[0].detail.startswith("MemoryError")

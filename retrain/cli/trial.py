@@ -5,19 +5,17 @@ Trials run in a separate process, so that an import that crashes or hangs cannot
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
 import select
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from retrain.campaign.plan import split_conditions
 from retrain.checks.connections import explain_no_judge
@@ -31,6 +29,7 @@ from retrain.checks.preflight import (
     use_cache_if_unreachable,
 )
 from retrain.checks.user_code import find_reward_issues, uses_detector
+from retrain.cli.trial_prompts import explain_long_prompts
 from retrain.cli.trial_servers import try_launch, try_servers, try_service
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
@@ -45,17 +44,10 @@ from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importab
 from retrain.runtime.text import plural
 from retrain.types import Example
 
-if TYPE_CHECKING:
-    from retrain.environments import Environment, Message, Reply, Tool
-
-    Turn = tuple[Sequence[Message], Sequence[Tool]]
-
 TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
 FIRST_EXAMPLES = 16
 """Examples of an environment whose prompts are looked at: some are generated slowly."""
-FIRST_TURN_S = 10.0
-"""Limit for what an environment does before it asks for the first turn."""
 MEASURED = 256
 """Prompts that are tokenized to find the longest."""
 ENVIRONMENT = "[environment] provider"
@@ -345,10 +337,7 @@ def _try_environment(config: TrainConfig) -> str | Doubt:
         held_out = load_split(environment, section, config.eval.split)[: config.eval.max_examples]
         found += f", {len(held_out):,} held out"
         asked += held_out[:FIRST_EXAMPLES]
-    longest = max((example.prompt for example in asked), key=lambda prompt: len(str(prompt)))
-    messages = [{"role": "user", "content": longest}] if isinstance(longest, str) else longest
-    turns = (messages, ()), _first_turn(environment, asked[0])
-    problem = next(filter(None, (_explain_long_prompt(config, turn) for turn in turns)), "")
+    problem = explain_long_prompts(config, environment, asked)
     return Doubt(f"{found}; {problem}") if problem else found
 
 
@@ -356,56 +345,6 @@ def _count(examples: Sequence[Example]) -> str:
     from retrain.data import Endless  # noqa: PLC0415
 
     return "unlimited examples" if isinstance(examples, Endless) else plural(len(examples), "example")
-
-
-class _Asked(BaseException):
-    """Ends a rollout at its first turn: no environment takes it for an error of its own."""
-
-
-class _FirstTurn:
-    """A `Chat` that takes down what the first turn asks."""
-
-    def __init__(self) -> None:
-        self.seed = 0
-        self.asked: Turn = ((), ())
-
-    async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        messages = [{"role": "user", "content": new}] if isinstance(new, str) else new
-        return await self.reply_to([messages] if isinstance(messages, Mapping) else messages, tools)
-
-    async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        self.asked = (history, tools)
-        raise _Asked
-
-
-def _first_turn(environment: Environment, example: Example) -> Turn:
-    """The messages and tools of a rollout's first turn, as far as they can be known without resources to open."""
-    from retrain.environments import ManagedEnvironment, run_rollout  # noqa: PLC0415
-
-    chat = _FirstTurn()
-    if not isinstance(environment, ManagedEnvironment):
-        with suppress(Exception, _Asked):
-            asyncio.run(asyncio.wait_for(run_rollout(environment, example, chat), FIRST_TURN_S))
-    return chat.asked
-
-
-def _explain_long_prompt(config: TrainConfig, turn: Turn) -> str:
-    """That a prompt fills the context, or "". Not an error: an environment may ask something else than the prompt."""
-    from retrain.environments.template import ChatTemplate  # noqa: PLC0415  (imports transformers)
-    from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
-
-    context, most = known_context(config), config.training.max_prompt_tokens
-    if config.backend.backend != "local" or context is None or 0 < most < context:
-        return ""
-    try:
-        template = ChatTemplate(load_tokenizer(config.model.model))
-        tokens = len(template.encode(template.render(*turn), begins=True)) if turn[0] else 0
-    except RetrainError:
-        return ""  # the check of the tokenizer says why, or only the run knows the conversation
-    if tokens < context:
-        return ""
-    hint = f"Try: [training] max_prompt_tokens = {max(1, context - config.training.max_tokens)}, or shorter prompts"
-    return f"a prompt has {tokens} tokens, and the context length is {context}.  {hint}"
 
 
 def _is_installed(id: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from retrain.cli import doctor, run, trial
+from retrain.cli import doctor, run, trial, trial_prompts
 from retrain.config import TrainConfig, build_config, dump_config, load_config
 from retrain.errors import ConfigError, RetrainError
 from retrain.plugins import SERVER_ENGINES
@@ -310,7 +310,7 @@ def test_the_examples_of_an_environment_are_those_of_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, evaluates: int, detail: str, problem: str
 ) -> None:
     (folder / "tried_env.py").write_text(ENVIRONMENT)
-    monkeypatch.setattr(trial, "FIRST_TURN_S", 0.1)
+    monkeypatch.setattr(trial_prompts, "FIRST_TURN_S", 0.1)
     evaluation = {"eval__every": evaluates, "eval__max_examples": 4}
     found = outcomes(environment__provider=f"tried_env.{name}", **evaluation)["[environment] provider"]
     assert detail in found[0] and problem in found[1] and (bool(found[0]), bool(found[1])) != (True, True)

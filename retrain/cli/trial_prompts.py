@@ -1,0 +1,84 @@
+"""Whether the prompts of an environment fit into the context, as `retrain doctor` finds out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from retrain.checks.preflight import known_context
+from retrain.config import TrainConfig
+from retrain.errors import RetrainError
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.environments import Environment, Message, Reply, Tool
+
+    Turn = tuple[Sequence[Message], Sequence[Tool]]
+
+FIRST_TURN_S = 10.0
+"""Limit for what an environment does before it asks for the first turn."""
+
+
+def explain_long_prompts(config: TrainConfig, environment: Environment, examples: Sequence[Example]) -> str:
+    """That the longest prompt, or the first turn of a rollout, fills the context, or "".
+
+    Not an error: an environment may ask something else than the prompt.
+    """
+    context, most = known_context(config), config.training.max_prompt_tokens
+    if config.backend.backend != "local" or context is None or 0 < most < context:
+        return ""
+    longest = max((example.prompt for example in examples), key=lambda prompt: len(str(prompt)))
+    messages = [{"role": "user", "content": longest}] if isinstance(longest, str) else longest
+    tokens = _count_tokens(config, (messages, ()))
+    if tokens < context:
+        tokens = _count_tokens(config, _first_turn(environment, examples[0]))
+    if tokens < context:
+        return ""
+    hint = f"Try: [training] max_prompt_tokens = {max(1, context - config.training.max_tokens)}, or shorter prompts"
+    return f"a prompt has {tokens} tokens, and the context length is {context}.  {hint}"
+
+
+class _Asked(BaseException):
+    """Ends a rollout at its first turn: no environment takes it for an error of its own."""
+
+
+class _FirstTurn:
+    """A `Chat` that takes down what the first turn asks."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.asked: Turn = ((), ())
+
+    async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        messages = [{"role": "user", "content": new}] if isinstance(new, str) else new
+        return await self.reply_to([messages] if isinstance(messages, Mapping) else messages, tools)
+
+    async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        self.asked = (history, tools)
+        raise _Asked
+
+
+def _first_turn(environment: Environment, example: Example) -> Turn:
+    """The messages and tools of a rollout's first turn, as far as they can be known without resources to open."""
+    from retrain.environments import ManagedEnvironment, run_rollout  # noqa: PLC0415
+
+    chat = _FirstTurn()
+    if not isinstance(environment, ManagedEnvironment):
+        with suppress(Exception, _Asked):
+            asyncio.run(asyncio.wait_for(run_rollout(environment, example, chat), FIRST_TURN_S))
+    return chat.asked
+
+
+def _count_tokens(config: TrainConfig, turn: Turn) -> int:
+    from retrain.environments.template import ChatTemplate  # noqa: PLC0415  (imports transformers)
+    from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
+
+    if not turn[0]:
+        return 0
+    try:
+        template = ChatTemplate(load_tokenizer(config.model.model))
+        return len(template.encode(template.render(*turn), begins=True))
+    except RetrainError:
+        return 0  # the check of the tokenizer says why, or only the run knows the conversation

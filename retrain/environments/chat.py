@@ -93,8 +93,8 @@ class PolicyChat:
         room = self.limits.context - len(ids)
         if room < 1 and not self.turns:
             raise RolloutError(
-                f"the first prompt, with the tools, has {len(ids)} tokens; the context length is {self.limits.context}."
-                "  Try: shorter prompts, fewer tools, or a model with a longer context"
+                f"the first prompt has {len(ids)} tokens; the context length is {self.limits.context}.  "
+                "Try: shorter prompts, fewer tools, or a model with a longer context"
             )
         if room < 1:
             self.context_full, self.finish_reason = True, "length"

@@ -48,7 +48,7 @@ class RunRecord:
     attempts: tuple[str, ...] = ()
     """Folders of other attempts at this run, which are left out."""
     edits: tuple[str, ...] = ()
-    """Options that were edited in config.toml after the run; `config` is what it was trained with."""
+    """Options that differ in config.toml; `config` is what the run was trained with."""
 
     def rows(self, metric: str) -> Mapping[int, Row]:
         """The rows that contain a metric: evaluations or training steps."""
@@ -121,7 +121,7 @@ def describe_records(runs: Sequence[RunRecord]) -> list[str]:
         f"Left out as another attempt at {run.path.name}: {list_some(run.attempts)}." for run in runs if run.attempts
     )
     edits = (
-        f"{run.path / CONFIG_FILE} was edited after the run, which is shown as it was trained ({list_some(run.edits)})."
+        f"{run.path / CONFIG_FILE} is not what the run was trained with, which is shown here ({list_some(run.edits)})."
         for run in runs
         if run.edits
     )
@@ -203,7 +203,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_config(path: Path, state: JsonObject) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The configuration that a run was trained with, and what was edited in its config.toml since."""
+    """The configuration that a run was trained with, and what differs in its config.toml, which can be edited."""
     config = load_recorded(path / CONFIG_FILE)
     text = read_settings(path, state) if state.get("status") == "finished" else ""
     try:

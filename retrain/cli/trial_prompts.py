@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -65,9 +66,16 @@ def _first_turn(environment: Environment, example: Example) -> Turn:
     from retrain.environments import ManagedEnvironment, run_rollout  # noqa: PLC0415
 
     chat = _FirstTurn()
+
+    def play() -> None:
+        with suppress(BaseException):
+            asyncio.run(run_rollout(environment, example, chat))
+
     if not isinstance(environment, ManagedEnvironment):
-        with suppress(Exception, _Asked):
-            asyncio.run(asyncio.wait_for(run_rollout(environment, example, chat), FIRST_TURN_S))
+        # A rollout may block, or wait for a thread that does.
+        playing = threading.Thread(target=play, daemon=True)
+        playing.start()
+        playing.join(FIRST_TURN_S)
     return chat.asked
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from retrain.data import Endless, Lazy
@@ -62,9 +63,10 @@ class RemoteEnvironment:
 
     def __init__(self, section: schema.Environment, search_paths: Sequence[str], log: Log) -> None:
         self.section = section
-        self.search_paths = tuple(search_paths)
+        # A link may lead elsewhere by the time a process is started again.
+        self.search_paths = tuple(str(Path(path).expanduser().resolve()) for path in search_paths)
         self.log = log
-        self._sources = read_all_sources(named_modules(section), search_paths)
+        self._sources = read_all_sources(named_modules(section), self.search_paths)
         self.who = f"environment {section.id or section.provider!r}"
         self._splits: list[str] = []
         self._liveness = Liveness.create()

@@ -34,7 +34,7 @@ class Start:
     section: schema.Environment
     search_paths: tuple[str, ...]
     splits: tuple[str, ...] = ()
-    sources: Sources = field(default_factory=dict)
+    sources: Sources = field(default_factory=Sources)
     """The user's code as it was when the first process started."""
 
 

@@ -9,8 +9,8 @@ import ast
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, all_suffixes
@@ -33,9 +33,25 @@ class Source:
         """Whether it is the __init__.py of a package."""
         return os.path.basename(self.path) == "__init__.py"
 
+    @property
+    def folder(self) -> str:
+        """Where Python looks for it: the folder of the module's file or of the package's folder."""
+        folder = os.path.dirname(self.path)
+        return os.path.dirname(folder) if self.is_package else folder
 
-Sources = dict[str, Source]
+
+Modules = dict[str, Source]
 """Modules as they were read, by name."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The modules of the user, and what lay in the folders in which Python looks for them."""
+
+    modules: Modules = field(default_factory=dict)
+    entries: Mapping[str, Set[str] | None] = field(default_factory=dict)
+    """Of each folder, those that may be a module of such a name; None if it cannot be listed, as a zip file."""
+
 
 _INSTALLED = {"site-packages", "dist-packages"}
 # Imports are followed to this many files, so a folder with a large project does not delay a run.
@@ -57,7 +73,7 @@ class _ImportPath:
 
     def __init__(self, search_paths: Sequence[str]) -> None:
         folders = dict.fromkeys(os.path.abspath(os.path.expanduser(folder)) for folder in (*search_paths, *sys.path))
-        self._entries = {folder: _list(folder) for folder in folders}
+        self.entries = {folder: _list(folder) for folder in folders}
 
     def find_source(self, module: str) -> Path | None:
         spec = self.find_spec(module)
@@ -68,7 +84,7 @@ class _ImportPath:
     def find_spec(self, module: str) -> ModuleSpec | None:
         parts, spec = module.split("."), None
         outermost = {parts[0] + suffix for suffix in ("", *all_suffixes())}
-        paths = [f for f, entries in self._entries.items() if entries is None or not outermost.isdisjoint(entries)]
+        paths = [f for f, entries in self.entries.items() if entries is None or not outermost.isdisjoint(entries)]
         for part in parts:
             # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
             spec = PathFinder.find_spec(part, paths)
@@ -82,6 +98,8 @@ def _list(folder: str) -> set[str] | None:
     """The entries of a folder; None if it cannot be listed, as a zip file."""
     try:
         return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
     except OSError:
         return None
 
@@ -106,9 +124,13 @@ def _folders_with(spec: ModuleSpec) -> set[str]:
     return {str(place.parent) for place in places}
 
 
-def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Sources, Sources]:
+def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Modules, Modules]:
     """The source of a module, or of all modules of its package; and other modules of the user that it imports."""
-    outermost, import_path = module.partition(".")[0], _ImportPath(search_paths)
+    return _read_sources(module, _ImportPath(search_paths))
+
+
+def _read_sources(module: str, import_path: _ImportPath) -> tuple[Modules, Modules]:
+    outermost = module.partition(".")[0]
     file = import_path.find_source(outermost)
     if file is None:
         outermost, file = module, import_path.find_source(module)
@@ -122,46 +144,91 @@ def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Sources, Sou
 
 def read_all_sources(modules: Iterable[str], search_paths: Sequence[str]) -> Sources:
     """The sources of all these modules and of what they import."""
-    found: Sources = {}
+    import_path, found = _ImportPath(search_paths), Modules()
     for module in modules:
-        own, imported = read_sources(module, search_paths)
+        own, imported = _read_sources(module, import_path)
         found |= own | imported
-    return found
+    if not found:
+        return Sources()
+    names = {part for name in found for part in name.split(".")}
+    entries = {folder: _list(folder) for folder in {source.folder for source in found.values()}} | import_path.entries
+    return Sources(
+        found,
+        {
+            folder: None if listed is None else {entry for entry in listed if entry.partition(".")[0] in names}
+            for folder, listed in entries.items()
+        },
+    )
 
 
 def import_as_read(sources: Sources) -> None:
-    """Import these modules as they were read, from now on, whatever the files are by then."""
-    if sources:
+    """Import these modules as they were read, from now on, whatever became of the files since."""
+    if sources.modules:
         index = next((i for i, finder in enumerate(sys.meta_path) if finder is PathFinder), len(sys.meta_path))
         sys.meta_path.insert(index, _Finder(sources))
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules that were read before it looks for files, which may be gone or have others in front of them."""
+    """Finds what Python would find if the files were still those that were read."""
 
     def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-        # Of packages without an __init__.py: the folders of what is in them.
-        self._folders: dict[str, dict[str, None]] = {}
-        for name, source in sources.items():
-            folder = Path(source.path).parent
-            folder = folder.parent if source.is_package else folder
+        self._modules, self._entries = sources.modules, sources.entries
+        self._files = {source.path: source for source in sources.modules.values()}
+        self._last_parts = {name.rpartition(".")[2] for name in sources.modules}
+        # Of packages without an __init__.py: their folders.
+        self._portions: dict[str, dict[str, None]] = {}
+        for name, source in sources.modules.items():
+            folder = source.folder
             while name := name.rpartition(".")[0]:
-                if name not in sources:
-                    self._folders.setdefault(name, {})[str(folder)] = None
-                folder = folder.parent
+                if name not in sources.modules:
+                    self._portions.setdefault(name, {})[folder] = None
+                folder = os.path.dirname(folder)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if source := self._sources.get(fullname):
-            return spec_from_file_location(fullname, source.path, loader=_Loader(fullname, source))
-        if fullname not in self._folders:
+        if fullname.rpartition(".")[2] not in self._last_parts and fullname not in self._portions:
             return None
-        found, spec = PathFinder.find_spec(fullname, path), ModuleSpec(fullname, None, is_package=True)
-        now = found.submodule_search_locations if found is not None and found.origin is None else None
-        spec.submodule_search_locations = list({**self._folders[fullname], **dict.fromkeys(now or ())})
+        found, source = PathFinder.find_spec(fullname, path, target), self._modules.get(fullname)
+        if source is None or not self._comes_first(source, found, sys.path if path is None else path):
+            # By another name, or from a folder that was put in front.
+            source = self._files.get(os.path.abspath(found.origin)) if found is not None and found.origin else None
+        if source is not None:
+            return spec_from_file_location(fullname, source.path, loader=_Loader(fullname, source))
+        return self._find_portions(fullname, found)
+
+    def _comes_first(self, source: Source, found: ModuleSpec | None, path: Sequence[str]) -> bool:
+        folders = [os.path.abspath(folder) for folder in path]
+        if source.folder not in folders:
+            return False
+        # A package without an __init__.py comes after all others.
+        if found is None or found.origin is None or os.path.abspath(found.origin) == source.path:
+            return True
+        folder = os.path.dirname(_entry_of(found))
+        return self._is_new(found) or (folder in folders and folders.index(folder) > folders.index(source.folder))
+
+    def _is_new(self, found: ModuleSpec) -> bool:
+        """Whether it was not there when the sources were read."""
+        folder, entry = os.path.split(_entry_of(found))
+        listed = self._entries.get(folder)
+        return listed is not None and entry not in listed
+
+    def _find_portions(self, fullname: str, found: ModuleSpec | None) -> ModuleSpec | None:
+        """A package without an __init__.py, of which a folder is gone or which has become another."""
+        portions = self._portions.get(fullname, {})
+        now = list(found.submodule_search_locations or ()) if found is not None and found.origin is None else []
+        is_other = found is not None and found.origin is not None
+        if (is_other and found is not None and not self._is_new(found)) or portions.keys() <= set(now):
+            return None
+        spec = ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = list({**portions, **dict.fromkeys(now)})
         return spec
+
+
+def _entry_of(found: ModuleSpec) -> str:
+    """The file of a module, or the folder of a package."""
+    file = os.path.abspath(found.origin or "")
+    return os.path.dirname(file) if found.submodule_search_locations is not None else file
 
 
 class _Loader(SourceFileLoader):
@@ -193,10 +260,10 @@ def _name(path: Path, outermost: Path, name: str) -> str:
     return ".".join([name, *below]).removesuffix(".__init__")
 
 
-def _follow_imports(own: Sources, import_path: _ImportPath) -> Sources:
+def _follow_imports(own: Modules, import_path: _ImportPath) -> Modules:
     """Sources of the user that these modules import, and so on, in the order in which they are met."""
     queue = list(own.items())[:_MOST_FILES]
-    seen, found = set(own), Sources()
+    seen, found = set(own), Modules()
     # Names below these are not looked for: in installed packages nothing is the user's, and in a file are no modules.
     closed = {"retrain", *sys.stdlib_module_names}
     for name, source in queue:

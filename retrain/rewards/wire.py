@@ -85,7 +85,7 @@ class Start:
     memory_mb: int = 0
     pass_env: tuple[str, ...] = ()
     """Environment variables that the worker sees in addition to the public ones."""
-    sources: Sources = field(default_factory=dict)
+    sources: Sources = field(default_factory=Sources)
     """The user's code as it was when the first worker started."""
 
 

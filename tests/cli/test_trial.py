@@ -251,7 +251,7 @@ def test_an_environment_is_made(folder: Path) -> None:
 
 
 ENVIRONMENT = """
-import asyncio
+import asyncio, sys, time
 from retrain.environments import Outcome
 from retrain.types import Example
 
@@ -283,7 +283,13 @@ class Tools(Sound):
             raise SystemExit("not the environment's business")
 
 class Waiting(Sound):
-    async def rollout(self, example, chat): await asyncio.sleep(600)
+    async def rollout(self, example, chat): await asyncio.sleep(2)
+
+class Blocking(Sound):
+    async def rollout(self, example, chat): await asyncio.to_thread(time.sleep, 2)
+
+class Exiting(Sound):
+    async def rollout(self, example, chat): sys.exit(3)
 
 class Failing(Sound):
     async def rollout(self, example, chat): raise RuntimeError
@@ -302,6 +308,8 @@ class Failing(Sound):
         ("WrongType", 0, "", "returned str instead of a retrain.types.Example (example 0)"),
         ("Tools", 0, "9 examples; a prompt has ", ""),
         ("Waiting", 0, "9 examples", ""),
+        ("Blocking", 0, "9 examples", ""),
+        ("Exiting", 0, "9 examples", ""),
         ("Failing", 0, "9 examples", ""),
         ("Long", 0, "1 example; a prompt has 1502 tokens, and the context length is 256.  Try: [training] max_pro", ""),
     ],

@@ -1,4 +1,5 @@
 import os
+import py_compile
 import shutil
 import signal
 import subprocess
@@ -508,6 +509,47 @@ def test_a_replaced_worker_uses_the_code_of_the_first_whatever_became_of_the_fil
         change(tmp_path)
         died, scored = pool.score([("die", "b"), ("a", "b")])
     assert (died.outcome, scored.outcome, scored.value) == ("error", "wrong", 0.75)
+
+
+VALUE = "def score(response, reference): return VALUE\n"
+BY_PATH = {
+    "a folder in front": {
+        "mine.py": "import os, sys\nsys.path.insert(0, os.path.dirname(__file__) + '/lib')\n"
+        f"from tools import VALUE\n{VALUE}",
+        "tools.py": "VALUE = 2.0\n",
+        "lib/tools.py": "VALUE = 0.5\n",
+    },
+    "a package's own path": {
+        "mine.py": f"from dynamic.part import VALUE\n{VALUE}",
+        "dynamic/__init__.py": "import os\n__path__.insert(0, os.path.dirname(__file__) + '/other')\n",
+        "dynamic/part.py": "VALUE = 2.0\n",
+        "dynamic/other/part.py": "VALUE = 0.5\n",
+    },
+    "files of a package without an init": {
+        "mine/score.py": "import importlib.resources as resources\n"
+        f"VALUE = float(resources.files(__package__).joinpath('value.txt').read_text())\n{VALUE}",
+        "mine/value.txt": "0.5",
+    },
+    "a compiled init": {
+        "mine/__init__.py": "FLAG = 0.5\n",
+        "mine/score.py": f"from mine import FLAG as VALUE\n{VALUE}",
+    },
+}
+
+
+@pytest.mark.parametrize("case", BY_PATH)
+def test_a_worker_imports_what_python_does(tmp_path, case):
+    for name, text in BY_PATH[case].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    if "compiled" in case:
+        init = tmp_path / "mine" / "__init__.py"
+        py_compile.compile(str(init), str(init.with_suffix(".pyc")))
+        init.unlink()
+    module = "mine.score" if (tmp_path / "mine").exists() else "mine"
+    spec = RewardSpec((TermSpec("custom", custom_module=module),), search_paths=(str(tmp_path),))
+    with RewardPool(spec, workers=1) as pool:
+        assert [score.value for score in pool.score([("a", "b")])] == [0.5]
 
 
 def test_a_replaced_worker_uses_the_code_of_the_first(tmp_path):

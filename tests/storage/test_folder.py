@@ -871,7 +871,7 @@ def test_a_finished_run_is_shown_as_it_was_trained_if_its_config_toml_was_edited
     written.write_text(written.read_text().replace("lr = 0.001\n", "lr = 0.9\n"))
     for shown in (read_run(folder), RunLog(folder)):
         assert shown.config.training.lr == 0.001 and shown.edits == ("[training] lr: 0.001 -> 0.9",)
-    note = f"{written} was edited after the run, which is shown as it was trained ([training] lr: 0.001 -> 0.9)."
+    note = f"{written} is not what the run was trained with, which is shown here ([training] lr: 0.001 -> 0.9)."
     assert run(["diff", str(tmp_path / "a"), str(folder)]) == 0
     assert note in capsys.readouterr().out
     assert note in describe_verdict([read_run(folder)], [RunLog(folder)])["notes"]

@@ -335,7 +335,8 @@ def _load_training_examples(
         examples = examples[: config.training.max_examples]
     log(f"Loaded {plural(len(examples), 'example', form='d')}")
     encoder.longest(examples)
-    log(f"Pre-encoded {plural(len(examples), 'prompt', form='d')}")
+    cut = f" ({encoder.cut} cut to [training] max_prompt_tokens = {encoder.max_prompt_tokens})" if encoder.cut else ""
+    log(f"Pre-encoded {plural(len(examples), 'prompt', form='d')}{cut}")
     return examples
 
 

@@ -80,6 +80,16 @@ def test_one_example_is_counted_in_the_singular(tmp_path: Path, capsys: pytest.C
     assert "within a step: there is only 1 example." in printed
 
 
+def test_prompts_that_are_cut_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = with_two_examples(tmp_path, 2, {"training.max_prompt_tokens": 16})
+    (tmp_path / "two.jsonl").write_text(
+        '{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+1+1+1+1+1+1+1+1=?", "answer": "9"}\n'
+    )
+    with assemble(config):
+        pass
+    assert "Pre-encoded 2 prompts (1 cut to [training] max_prompt_tokens = 16)\n" in capsys.readouterr().out
+
+
 def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path: Path) -> None:
     config = with_two_examples(tmp_path, 1_000_000)
     message = r"batch_size = 1000000 takes each of the 2 examples 500,000 times per step.  Try: batch_size = 2"

@@ -29,7 +29,7 @@ from retrain.checks.preflight import (
     use_cache_if_unreachable,
 )
 from retrain.checks.user_code import find_reward_issues, uses_detector
-from retrain.cli.trial_prompts import explain_long_prompts
+from retrain.cli.trial_prompts import measure_prompts
 from retrain.cli.trial_servers import try_launch, try_servers, try_service
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
@@ -337,8 +337,8 @@ def _try_environment(config: TrainConfig) -> str | Doubt:
         held_out = load_split(environment, section, config.eval.split)[: config.eval.max_examples]
         found += f", {len(held_out):,} held out"
         asked += held_out[:FIRST_EXAMPLES]
-    problem = explain_long_prompts(config, environment, asked)
-    return Doubt(f"{found}; {problem}") if problem else found
+    size, doubt = measure_prompts(config, environment, asked)
+    return Doubt(f"{found}; {doubt}") if doubt else "; ".join(filter(None, (found, size)))
 
 
 def _count(examples: Sequence[Example]) -> str:

@@ -22,23 +22,32 @@ FIRST_TURN_S = 10.0
 """Limit for what an environment does before it asks for the first turn."""
 
 
-def explain_long_prompts(config: TrainConfig, environment: Environment, examples: Sequence[Example]) -> str:
-    """That the longest prompt, or the first turn of a rollout, fills the context, or "".
-
-    Not an error: an environment may ask something else than the prompt.
-    """
+def measure_prompts(config: TrainConfig, environment: Environment, examples: Sequence[Example]) -> tuple[str, str]:
+    """How long prompts are, if that can be known, and what may be wrong with that; raises if no rollout can begin."""
     context, most = known_context(config), config.training.max_prompt_tokens
-    if config.backend.backend != "local" or context is None or 0 < most < context:
-        return ""
+    if config.backend.backend != "local" or context is None:
+        return "", ""
+    first = _count_tokens(config, _first_turn(environment, examples[0]))
+    if 0 < most < context:
+        cut = f"the first turn has {first} tokens, and [training] max_prompt_tokens = {most} cuts off its beginning"
+        return "", f"{cut}, tools included.  Try: max_prompt_tokens = 0" if first > most else ""
+    if first >= context:
+        raise RetrainError(
+            f"the first turn has {first} tokens, and the context length is {context}.  "
+            "Try: shorter prompts, fewer tools, or a model with a longer context"
+        )
+    # An environment may ask something else than the prompt.
     longest = max((example.prompt for example in examples), key=lambda prompt: len(str(prompt)))
     messages = [{"role": "user", "content": longest}] if isinstance(longest, str) else longest
-    tokens = _count_tokens(config, (messages, ()))
-    if tokens < context:
-        tokens = _count_tokens(config, _first_turn(environment, examples[0]))
-    if tokens < context:
-        return ""
-    hint = f"Try: [training] max_prompt_tokens = {max(1, context - config.training.max_tokens)}, or shorter prompts"
-    return f"a prompt has {tokens} tokens, and the context length is {context}.  {hint}"
+    tokens = max(first, _count_tokens(config, (messages, ())))
+    if tokens >= context:
+        hint = f"Try: [training] max_prompt_tokens = {max(1, context - config.training.max_tokens)}, or shorter prompts"
+        return "", f"a prompt has {tokens} tokens, and the context length is {context}.  {hint}"
+    found, room = f"prompts take up to {tokens:,} of {context:,} tokens", context - tokens
+    if tokens and room < config.training.max_tokens:
+        why = f"which leaves less than [training] max_tokens = {config.training.max_tokens}"
+        return "", f"{found}, {why}.  Try: max_tokens = {room}, or shorter prompts"
+    return found if tokens else "", ""
 
 
 class _Asked(BaseException):

@@ -53,8 +53,8 @@ def add_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> Pef
             f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}  {_advise(causal_lm)}"
         ) from error
     except RuntimeError as error:
-        # On a CPU, PyTorch has no exception of its own for this.
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        # On a CPU, PyTorch has no exception of its own for this, and other words on x86_64 than on aarch64.
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise BackendError(
             f"an adapter of rank {model.lora_rank} does not fit into memory: {error}  Try: a smaller [model] lora_rank"

@@ -139,6 +139,8 @@ class PromptEncoder:
         self.system_prompt = system_prompt
         self.max_prompt_tokens = max_prompt_tokens
         self.encoded: dict[object, IntArray] = {}
+        self.cut = 0
+        """How many of the prompts that were encoded are cut."""
         if tokenizer.chat_template is None:
             log("Warning: the tokenizer has no chat template; prompts are given to the model as plain text.")
 
@@ -152,6 +154,7 @@ class PromptEncoder:
     def encode_once(self, example: Example) -> IntArray:
         """The same without caching, for prompts that do not repeat."""
         ids = np.asarray(self._ids(self._messages(example)), dtype=np.int64)
+        self.cut += 0 < self.max_prompt_tokens < len(ids)
         return ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
 
     def longest(self, examples: Iterable[Example]) -> int:

@@ -246,7 +246,9 @@ def test_losses_and_detectors_are_made(folder: Path) -> None:
 
 def test_an_environment_is_made(folder: Path) -> None:
     made = outcomes(environment__provider="builtin", environment__id="guess-number")
-    assert made == {"[environment] provider": ("guess-number loaded: 9 examples", "")}
+    assert made == {
+        "[environment] provider": ("guess-number loaded: 9 examples; prompts take up to 7 of 256 tokens", "")
+    }
     assert outcomes(environment__provider="builtin", environment__id="nonsense")["[environment] provider"][1]
 
 
@@ -282,6 +284,9 @@ class Tools(Sound):
         except Exception as error:
             raise SystemExit("not the environment's business")
 
+class Wide(Sound):
+    async def rollout(self, example, chat): return await chat.ask("1+1=?" * 46)
+
 class Waiting(Sound):
     async def rollout(self, example, chat): await asyncio.sleep(2)
 
@@ -306,7 +311,8 @@ class Failing(Sound):
         ("Raising", 1, "", "no such split"),
         ("NoTrain", 0, "", "has no rows to train on.  Try: return at least one Example"),
         ("WrongType", 0, "", "returned str instead of a retrain.types.Example (example 0)"),
-        ("Tools", 0, "9 examples; a prompt has ", ""),
+        ("Tools", 0, "", "the first turn has 4"),
+        ("Wide", 0, "of 256 tokens, which leaves less than [training] max_tokens = 32.  Try: max_tokens = ", ""),
         ("Waiting", 0, "9 examples", ""),
         ("Blocking", 0, "9 examples", ""),
         ("Exiting", 0, "9 examples", ""),
@@ -330,6 +336,9 @@ def test_an_environment_is_tried_last_and_long_prompts_may_be_cut(folder: Path) 
     config = load_config(None, HERE | environment)
     assert [where for where, _ in trial._trials(config)] == ["[model] model, tokenizer", "[environment] provider"]
     assert isinstance(trial._try_environment(config), trial.Doubt)
+    cut = {"environment.provider": "tried_env.Tools", "training.max_prompt_tokens": 128}
+    found = trial._try_environment(load_config(None, HERE | cut))
+    assert isinstance(found, trial.Doubt) and "max_prompt_tokens = 128 cuts off its beginning, tools" in found.text
     config = load_config(None, HERE | environment | {"training.max_prompt_tokens": 128})
     assert trial._try_environment(config) == "tried_env.Long loaded: 1 example"
 

@@ -280,15 +280,16 @@ def _tell_apart(*values: object) -> list[str]:
 
 
 def _count_parts(values: Sequence[object]) -> int:
-    """The last parts that tell different paths apart; whole paths would make tables too wide."""
+    """The last parts that tell different paths apart, since whole ones would make tables too wide; 0 is all."""
     paths = {value for value in values if isinstance(value, str)}
     most = max((path.count("/") + 1 for path in paths), default=1)
-    return next((n for n in range(1, most) if len({_short(path, n) for path in paths}) == len(paths)), most)
+    return next((n for n in range(1, most) if len({_short(path, n) for path in paths}) == len(paths)), 0)
 
 
 def _short(value: object, parts: int = 1) -> str:
-    text = value if isinstance(value, str) else format_value(value)
-    return "/".join(text.rstrip("/").split("/")[-parts:])
+    if not isinstance(value, str):
+        return format_value(value)
+    return "/".join(value.rstrip("/").split("/")[-parts:]) if parts else value
 
 
 def config_differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[object, object]]:

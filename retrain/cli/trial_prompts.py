@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import json
+import os
+import select
+import signal
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -74,18 +79,35 @@ def _first_turn(environment: Environment, example: Example) -> Turn:
     """The messages and tools of a rollout's first turn, as far as they can be known without resources to open."""
     from retrain.environments import ManagedEnvironment, run_rollout  # noqa: PLC0415
 
-    chat = _FirstTurn()
-
-    def play() -> None:
+    if isinstance(environment, ManagedEnvironment):
+        return (), ()
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # about threads, which the rollout does not need
+        child = os.fork()
+    if not child:
+        # A rollout may block or end its process, as it may in a run.
         with suppress(BaseException):
-            asyncio.run(run_rollout(environment, example, chat))
-
-    if not isinstance(environment, ManagedEnvironment):
-        # A rollout may block, or wait for a thread that does.
-        playing = threading.Thread(target=play, daemon=True)
-        playing.start()
-        playing.join(FIRST_TURN_S)
-    return chat.asked
+            chat = _FirstTurn()
+            with suppress(BaseException):
+                asyncio.run(run_rollout(environment, example, chat))
+            with open(write_end, "w", encoding="utf-8") as stream:
+                json.dump(chat.asked, stream)
+        os._exit(0)
+    os.close(write_end)
+    written, until = b"", time.monotonic() + FIRST_TURN_S
+    while select.select([read_end], [], [], max(0.0, until - time.monotonic()))[0]:
+        part = os.read(read_end, 65_536)
+        if not part:
+            break
+        written += part
+    os.close(read_end)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    try:
+        messages, tools = json.loads(written)
+    except ValueError:
+        return (), ()
+    return messages, tools
 
 
 def _count_tokens(config: TrainConfig, turn: Turn) -> int:

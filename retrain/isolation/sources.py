@@ -150,15 +150,16 @@ def read_all_sources(modules: Iterable[str], search_paths: Sequence[str]) -> Sou
         found |= own | imported
     if not found:
         return Sources()
-    names = {part for name in found for part in name.split(".")}
-    entries = {folder: _list(folder) for folder in {source.folder for source in found.values()}} | import_path.entries
-    return Sources(
-        found,
-        {
-            folder: None if listed is None else {entry for entry in listed if entry.partition(".")[0] in names}
-            for folder, listed in entries.items()
-        },
-    )
+    names = {"__init__", *(part for name in found for part in name.split("."))}
+    entries: dict[str, Set[str] | None] = {}
+    queue = [*import_path.entries, *(source.folder for source in found.values())]
+    for folder in queue:
+        if folder not in entries:
+            listed = _list(folder)
+            entries[folder] = listed and {entry for entry in listed if entry.partition(".")[0] in names}
+            # Packages, with or without an __init__.py.
+            queue += [os.path.join(folder, entry) for entry in entries[folder] or () if entry in names]
+    return Sources(found, entries)
 
 
 def import_as_read(sources: Sources) -> None:
@@ -204,14 +205,19 @@ class _Finder(MetaPathFinder):
         # A package without an __init__.py comes after all others.
         if found is None or found.origin is None or os.path.abspath(found.origin) == source.path:
             return True
-        folder = os.path.dirname(_entry_of(found))
+        folder = os.path.dirname(os.path.abspath(found.origin))
+        folder = folder if found.submodule_search_locations is None else os.path.dirname(folder)
         return self._is_new(found) or (folder in folders and folders.index(folder) > folders.index(source.folder))
 
     def _is_new(self, found: ModuleSpec) -> bool:
         """Whether it was not there when the sources were read."""
-        folder, entry = os.path.split(_entry_of(found))
-        listed = self._entries.get(folder)
-        return listed is not None and entry not in listed
+        file = os.path.abspath(found.origin or "")
+        for path in (file, os.path.dirname(file)) if found.submodule_search_locations is not None else (file,):
+            folder, entry = os.path.split(path)
+            listed = self._entries.get(folder)
+            if listed is not None and entry not in listed:
+                return True
+        return False
 
     def _find_portions(self, fullname: str, found: ModuleSpec | None) -> ModuleSpec | None:
         """A package without an __init__.py, of which a folder is gone or which has become another."""
@@ -223,12 +229,6 @@ class _Finder(MetaPathFinder):
         spec = ModuleSpec(fullname, None, is_package=True)
         spec.submodule_search_locations = list({**portions, **dict.fromkeys(now)})
         return spec
-
-
-def _entry_of(found: ModuleSpec) -> str:
-    """The file of a module, or the folder of a package."""
-    file = os.path.abspath(found.origin or "")
-    return os.path.dirname(file) if found.submodule_search_locations is not None else file
 
 
 class _Loader(SourceFileLoader):

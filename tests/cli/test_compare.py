@@ -217,6 +217,23 @@ def test_loose_runs_are_grouped_by_what_differs_in_their_configuration(
     assert named["comparisons"][0]["baseline"] == "grpo+none,lr=0.001"
 
 
+def test_tables_that_differ_before_a_slash_are_told_apart(tmp_path: Path) -> None:
+    for seed, args in enumerate([{"a": "1/2"}, {"a": "3/2"}, {"a": "3/2", "b": 1}]):
+        environment = {"environment__provider": "verifiers", "environment__id": "gsm8k", "environment__args": args}
+        write_run(tmp_path / f"{seed}", [0.1], training__seed=seed, **environment)
+    assert {found.condition for found in find_runs([tmp_path])} == {
+        'grpo+none,args={ a = "1/2" }',
+        'grpo+none,args={ a = "3/2" }',
+        'grpo+none,args={ a = "3/2", b = 1 }',
+    }
+
+
+def test_texts_that_differ_in_a_slash_are_told_apart(tmp_path: Path) -> None:
+    for seed, prompt in enumerate(["Answer Yes", "Answer Yes/"]):
+        write_run(tmp_path / f"{seed}", [0.1], training__seed=seed, data__system_prompt=prompt)
+    assert len({found.condition for found in find_runs([tmp_path])}) == 2
+
+
 def test_options_without_effect_make_no_condition(tmp_path: Path) -> None:
     for seed, id in enumerate(["", "guess-number", "calculator"]):
         write_run(tmp_path / f"{seed}", [0.1, 0.2], training__seed=seed, environment__id=id)

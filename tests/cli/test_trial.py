@@ -253,7 +253,7 @@ def test_an_environment_is_made(folder: Path) -> None:
 
 
 ENVIRONMENT = """
-import asyncio, sys, time
+import asyncio, os, sys, time
 from retrain.environments import Outcome
 from retrain.types import Example
 
@@ -293,6 +293,9 @@ class Waiting(Sound):
 class Blocking(Sound):
     async def rollout(self, example, chat): await asyncio.to_thread(time.sleep, 2)
 
+class Crashing(Sound):
+    async def rollout(self, example, chat): os._exit(3)
+
 class Exiting(Sound):
     async def rollout(self, example, chat): sys.exit(3)
 
@@ -315,6 +318,7 @@ class Failing(Sound):
         ("Wide", 0, "of 256 tokens, which leaves less than [training] max_tokens = 32.  Try: max_tokens = ", ""),
         ("Waiting", 0, "9 examples", ""),
         ("Blocking", 0, "9 examples", ""),
+        ("Crashing", 0, "9 examples", ""),
         ("Exiting", 0, "9 examples", ""),
         ("Failing", 0, "9 examples", ""),
         ("Long", 0, "1 example; a prompt has 1502 tokens, and the context length is 256.  Try: [training] max_pro", ""),

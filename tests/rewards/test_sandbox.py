@@ -494,9 +494,14 @@ def remove(folder):
         (folder / name).unlink()
 
 
-@pytest.mark.parametrize("change", [become_packages, shadow, remove])
+def become_regular(folder):
+    for package in ("spread", "earlier/helper", "spread/inner"):
+        (folder / package / "__init__.py").write_text("VALUE = 2.0\n")
+
+
+@pytest.mark.parametrize("change", [become_packages, become_regular, shadow, remove])
 def test_a_replaced_worker_uses_the_code_of_the_first_whatever_became_of_the_files(tmp_path, change):
-    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "helper").mkdir(parents=True)
     (tmp_path / "spread" / "inner").mkdir(parents=True)
     (tmp_path / "spread" / "inner" / "parts.py").write_text("VALUE = 0.25\n")
     (tmp_path / "helper.py").write_text("VALUE = 0.5\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from retrain.backends import Capabilities
-from retrain.environments import ChatOver, Message, Reply, Tool
+from retrain.environments import ChatOver, Message, Reply, Tool, as_messages
 from retrain.environments.tools import read_calls
 from retrain.inference_engine import InferenceEngine
 from retrain.seeding import derive_seed
@@ -58,8 +58,7 @@ class ScriptedChat:
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Take the next answer."""
-        messages = [{"role": "user", "content": new}] if isinstance(new, str) else new
-        self.transcript += messages if isinstance(messages, Sequence) else [messages]
+        self.transcript += as_messages(new)
         if not self.answers:
             raise ChatOver("the script has ended")
         text = self.answers.pop(0)

@@ -9,7 +9,7 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from retrain.types import Example
 
 if TYPE_CHECKING:
     from retrain.environments import Environment, Message, Reply, Tool
+    from retrain.environments.template import ChatTemplate
 
     Turn = tuple[Sequence[Message], Sequence[Tool]]
 
@@ -32,7 +33,15 @@ def measure_prompts(config: TrainConfig, environment: Environment, examples: Seq
     context, most = known_context(config), config.training.max_prompt_tokens
     if config.backend.backend != "local" or context is None:
         return "", ""
-    first = _count_tokens(config, _first_turn(environment, examples[0]))
+    from retrain.environments import as_messages  # noqa: PLC0415
+    from retrain.environments.template import ChatTemplate  # noqa: PLC0415  (imports transformers)
+    from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
+
+    try:
+        template = ChatTemplate(load_tokenizer(config.model.model))
+    except RetrainError:
+        return "", ""  # the check of the tokenizer says why
+    first = _count_tokens(template, _first_turn(environment, examples[0]))
     if 0 < most < context:
         cut = f"the first turn has {first} tokens, and [training] max_prompt_tokens = {most} cuts off its beginning"
         return "", f"{cut}, tools included.  Try: max_prompt_tokens = 0" if first > most else ""
@@ -43,8 +52,7 @@ def measure_prompts(config: TrainConfig, environment: Environment, examples: Seq
         )
     # An environment may ask something else than the prompt.
     longest = max((example.prompt for example in examples), key=lambda prompt: len(str(prompt)))
-    messages = [{"role": "user", "content": longest}] if isinstance(longest, str) else longest
-    tokens = max(first, _count_tokens(config, (messages, ())))
+    tokens = max(first, _count_tokens(template, (as_messages(longest), ())))
     if tokens >= context:
         hint = f"Try: [training] max_prompt_tokens = {max(1, context - config.training.max_tokens)}, or shorter prompts"
         return "", f"a prompt has {tokens} tokens, and the context length is {context}.  {hint}"
@@ -67,8 +75,9 @@ class _FirstTurn:
         self.asked: Turn = ((), ())
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        messages = [{"role": "user", "content": new}] if isinstance(new, str) else new
-        return await self.reply_to([messages] if isinstance(messages, Mapping) else messages, tools)
+        from retrain.environments import as_messages  # noqa: PLC0415
+
+        return await self.reply_to(as_messages(new), tools)
 
     async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         self.asked = (history, tools)
@@ -110,14 +119,8 @@ def _first_turn(environment: Environment, example: Example) -> Turn:
     return messages, tools
 
 
-def _count_tokens(config: TrainConfig, turn: Turn) -> int:
-    from retrain.environments.template import ChatTemplate  # noqa: PLC0415  (imports transformers)
-    from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
-
-    if not turn[0]:
-        return 0
+def _count_tokens(template: ChatTemplate, turn: Turn) -> int:
     try:
-        template = ChatTemplate(load_tokenizer(config.model.model))
-        return len(template.encode(template.render(*turn), begins=True))
+        return len(template.encode(template.render(*turn), begins=True)) if turn[0] else 0
     except RetrainError:
-        return 0  # the check of the tokenizer says why, or only the run knows the conversation
+        return 0  # only the run knows the conversation

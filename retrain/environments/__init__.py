@@ -30,6 +30,7 @@ __all__ = [
     "Reply",
     "Tool",
     "ToolCall",
+    "as_messages",
     "build_environment",
     "evaluation_only",
     "load_split",
@@ -132,6 +133,13 @@ def build_environment(section: schema.Environment, search_paths: Sequence[str], 
     if not isinstance(environment, Environment):
         raise PluginError(f"{who} returned {environment!r}, which lacks an examples or a rollout method.")
     return environment
+
+
+def as_messages(new: str | Message | Sequence[Message]) -> list[Message]:
+    """What `Chat.ask` is given, as messages; a string is a user message."""
+    if isinstance(new, str):
+        return [{"role": "user", "content": new}]
+    return [new] if isinstance(new, Mapping) else list(new)
 
 
 async def run_rollout(environment: Environment, example: Example, chat: Chat) -> Outcome:

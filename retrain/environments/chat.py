@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from retrain.environments import ChatOver, Message, Reply, Tool
+from retrain.environments import ChatOver, Message, Reply, Tool, as_messages
 from retrain.environments.template import ChatTemplate, Written
 from retrain.environments.tools import calls_to_wire, read_calls
 from retrain.errors import RolloutError
@@ -75,12 +75,8 @@ class PolicyChat:
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Add messages and return the model's reply."""
-        if isinstance(new, str):
-            new = ({"role": "user", "content": new},)
-        elif not isinstance(new, Sequence):
-            new = (new,)
         before = self.branches[-1].history if self.branches else []
-        return await self.reply_to([*before, *new], tools)
+        return await self.reply_to([*before, *as_messages(new)], tools)
 
     async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Reply to a history, extending the branch that it continues."""

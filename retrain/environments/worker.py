@@ -13,7 +13,7 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from retrain.environments import (
     Message,
     Reply,
     Tool,
+    as_messages,
     build_environment,
     load_split,
     run_rollout,
@@ -226,9 +227,7 @@ class WorkerChat:
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Add messages and return the model's reply."""
-        if isinstance(new, str):
-            new = {"role": "user", "content": new}
-        return await self._turn("ask", (new,) if isinstance(new, Mapping) else new, tools)
+        return await self._turn("ask", as_messages(new), tools)
 
     async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Reply to a complete history."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TextIO
 
 from retrain.config import TrainConfig, dump_config, load_config
-from retrain.config.load import build_config
+from retrain.config.load import parse_recorded
 from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
-from retrain.config.toml import parse_toml, show_value
+from retrain.config.toml import show_value
 from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
@@ -137,14 +137,12 @@ class RunFolder:
             return  # the service keeps them
         adapter = Path(self.config.backend.adapter_path).expanduser()
         existing = nearest_existing(adapter)
-        if why := why_kept(adapter):
+        obstacle = f"{adapter} {why}" if (why := why_kept(adapter)) else ""
+        if not obstacle and not is_writable_folder(existing):
+            obstacle = f"{existing} cannot be written to"
+        if obstacle:
             self.log(
-                f"Warning: {adapter} {why}, so adapters stay in the checkpoints.  "
-                f"Try: --adapter-path {self.path / 'adapter'}"
-            )
-        elif not is_writable_folder(existing):
-            self.log(
-                f"Warning: {existing} cannot be written to, so adapters stay in the checkpoints.  "
+                f"Warning: {obstacle}, so adapters stay in the checkpoints.  "
                 f"Try: --adapter-path {self.path / 'adapter'}"
             )
         other = other_run(adapter, self.path)
@@ -238,7 +236,7 @@ def _trained_with(checkpoint: Checkpoint, stored: TrainConfig) -> TrainConfig:
     text = checkpoint.state.get("config")
     name = f"the configuration in {checkpoint.path}"
     # Older versions wrote none.
-    return build_config(parse_toml(text, name), {}, name) if text else stored
+    return parse_recorded(text, name) if text else stored
 
 
 def restore_config(folder: Path, log: Callable[[str], None]) -> None:

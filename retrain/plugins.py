@@ -153,6 +153,14 @@ def is_plugin(kind: str, name: str) -> bool:
     return name not in REGISTRIES[kind].builtins
 
 
+def module_of_plugin(kind: str, name: str) -> str:
+    """The module that has a plugin, or ""; of a built-in part, too."""
+    if not name or not is_plugin(kind, name):
+        return ""
+    point = REGISTRIES[kind].discovered().get(name)
+    return split_path(name)[0] if point is None else point.module
+
+
 def is_dotted_path(name: str) -> bool:
     """Whether `name` is like `package.module.attribute`, `package.module:attribute` or `module:Class.attribute`."""
     parts = name.replace(":", ".", 1).split(".")
@@ -209,6 +217,8 @@ def import_path(path: str, kind: str) -> object:
     except AttributeError as error:
         close = get_close_matches(attribute, _own_names(module), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
+        if module_name in sys.stdlib_module_names:
+            hint = " It is a module of Python.  Try: another name for your file"
         raise PluginError(f"{kind} plugin {path!r}: {module_name!r} has no {attribute!r}.{hint}") from error
     return found
 

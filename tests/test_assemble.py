@@ -81,13 +81,16 @@ def test_one_example_is_counted_in_the_singular(tmp_path: Path, capsys: pytest.C
 
 
 def test_prompts_that_are_cut_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = with_two_examples(tmp_path, 2, {"training.max_prompt_tokens": 16})
-    (tmp_path / "two.jsonl").write_text(
-        '{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+1+1+1+1+1+1+1+1=?", "answer": "9"}\n'
-    )
+    held_out = {"eval.every": 1, "eval.source": "jsonl", "eval.path": str(tmp_path / "held_out.jsonl")}
+    config = with_two_examples(tmp_path, 2, {"training.max_prompt_tokens": 16, **held_out})
+    long = '{"prompt": "1+1+1+1+1+1+1+1+1=?", "answer": "9"}\n'
+    (tmp_path / "two.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n' + 2 * long)
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "2+1=?", "answer": "3"}\n' + long)
     with assemble(config):
         pass
-    assert "Pre-encoded 2 prompts (1 cut to [training] max_prompt_tokens = 16)\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Pre-encoded 3 prompts (2 cut to [training] max_prompt_tokens = 16)\n" in printed
+    assert "Note: [eval] has 2 prompts, 1 cut to [training] max_prompt_tokens = 16.\n" in printed
 
 
 def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path: Path) -> None:

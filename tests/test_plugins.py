@@ -136,6 +136,8 @@ def test_a_missing_attribute_gets_a_suggestion(folder: Path) -> None:
     assert refusal("my_sample_part.MIEN", str(folder)).endswith("Did you mean 'MINE'?")
     for name in ("nope", "parts", "LIMIT"):
         assert refusal(f"my_sample_part.{name}", str(folder)).endswith(f"has no {name!r}.")
+    (folder / "random.py").write_text("def score(response, reference): ...\n")
+    assert refusal("random.score", str(folder)).endswith("It is a module of Python.  Try: another name for your file")
     with pytest.raises(PluginError, match="has no 'no_such_thing'"):
         import_path("os.path:no_such_thing", "sample")
 

@@ -10,23 +10,25 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from retrain.analysis.change import Row
 from retrain.analysis.scoring import Inputs, named_inputs, read_inputs
 from retrain.config import TrainConfig
 from retrain.config.load import load_recorded, parse_recorded
-from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
+from retrain.config.options import free_on_resume, options_by_path, paths_where, replace_values, values_of
 from retrain.config.toml import format_value, show_value
 from retrain.config.unused import why_unused
 from retrain.errors import ConfigError
 from retrain.runtime.text import list_some
 from retrain.storage.checkpoint import read_settings, read_state
-from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH, meaningful_differences
+from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH, describe_differences
 from retrain.storage.logs import EVALS, MANIFEST, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
 
 _IN_LABELS = {"algorithm.advantage_mode", "algorithm.transform_mode", "algorithm.algorithm_mode"}
+_LONGEST_VALUE = 40
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,13 @@ def describe_records(runs: Sequence[RunRecord]) -> list[str]:
     attempts = (
         f"Left out as another attempt at {run.path.name}: {list_some(run.attempts)}." for run in runs if run.attempts
     )
-    edits = (
-        f"{run.path / CONFIG_FILE} is not what the run was trained with, which is shown here ({list_some(run.edits)})."
-        for run in runs
-        if run.edits
-    )
-    return [*attempts, *edits]
+    return [*attempts, *(line for run in runs for line in describe_edits(run.path, run.edits))]
+
+
+def describe_edits(path: Path, edits: Sequence[str]) -> Iterator[str]:
+    """A sentence on options that differ in a run's config.toml, if there are any."""
+    if edits:
+        yield f"{path / CONFIG_FILE} is not what the run was trained with, which is shown here ({list_some(edits)})."
 
 
 def _describe_differences(one: TrainConfig, other: TrainConfig) -> str:
@@ -210,9 +213,12 @@ def read_config(path: Path, state: JsonObject) -> tuple[TrainConfig, tuple[str, 
         trained = parse_recorded(text, "the checkpoint") if text else config
     except ConfigError:
         return config, ()  # of another version
-    # Files may have moved.
-    edits = tuple(meaningful_differences(trained, config, paths_where("path")))
-    return (trained if edits else config), edits
+    # Since then, files may have moved, and the run may have been evaluated again.
+    evaluation = {path for path in options_by_path() if path.startswith("eval.")}
+    later = paths_where("path") | (paths_where("identity") & free_on_resume()) | evaluation
+    edits = describe_differences(trained, config, options_by_path().keys() - later)
+    newer = {path: value for path, value in values_of(config).items() if path in later and path in values_of(trained)}
+    return (replace_values(trained, newer) if edits else config), tuple(edits)
 
 
 def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[dict[int, Row], int]:
@@ -230,12 +236,14 @@ def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[d
 def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Add options to the labels of conditions that have the same label and differ in them."""
     settings = _methods(runs)
-    parts = {path: _count_parts([options[path] for options in settings]) for path in settings[0]} if runs else {}
+    ways = {path: _choose_way(path, [options[path] for options in settings]) for path in settings[0]} if runs else {}
     labelled = []
     for run, options in zip(runs, settings, strict=True):
         others = [values for other, values in zip(runs, settings, strict=True) if other.condition == run.condition]
         differing = [path for path in options if any(values.get(path) != options[path] for values in others)]
-        extra = "".join(f",{p.split('.')[-1]}={_short(options[p], parts[p])}" for p in differing)
+        keys = Counter(path.split(".")[-1] for path in differing)
+        names = {path: key if keys[key := path.split(".")[-1]] == 1 else path for path in differing}
+        extra = "".join(f",{name}={ways[path](options[path])}" for path, name in names.items())
         labelled.append(replace(run, condition=run.condition + extra))
     return labelled
 
@@ -248,7 +256,7 @@ def find_unlabelled(runs: Sequence[RunRecord], baseline: str) -> list[str]:
         shown = {path for path in method if all(f"{path.split('.')[-1]}=" in label for label in (name, baseline))}
         differing = [p for p in method if p not in shown | _IN_LABELS and first and method[p] != first.get(p)]
         if differing:
-            both = [f"{path} ({', '.join(_tell_apart(method[path], first.get(path)))})" for path in differing]
+            both = [f"{path} ({', '.join(_tell_apart(path, method[path], first.get(path)))})" for path in differing]
             found.append(f"{name} and {baseline} also differ in {list_some(both)}.")
     return found
 
@@ -275,21 +283,26 @@ def _methods(runs: Sequence[RunRecord]) -> list[dict[str, object]]:
     return methods
 
 
-def _tell_apart(*values: object) -> list[str]:
-    return [_short(value, _count_parts(values)) for value in values]
+def _tell_apart(path: str, *values: object) -> list[str]:
+    return [*map(_choose_way(path, values), values)]
 
 
-def _count_parts(values: Sequence[object]) -> int:
-    """The last parts that tell different paths apart, since whole ones would make tables too wide; 0 is all."""
-    paths = {value for value in values if isinstance(value, str)}
-    most = max((path.count("/") + 1 for path in paths), default=1)
-    return next((n for n in range(1, most) if len({_short(path, n) for path in paths}) == len(paths)), 0)
+def _choose_way(path: str, values: Sequence[object]) -> Callable[[object], str]:
+    """How to write these values of an option: as short as they stay different, since tables would become too wide."""
+    ways: list[Callable[[object], str]] = [partial(_shorten, length=_LONGEST_VALUE), _shorten]
+    if path in paths_where("path"):
+        most = max((value.count("/") for value in values if isinstance(value, str)), default=0)
+        ways = [partial(_shorten, parts=parts) for parts in range(1, most + 1)] + ways[1:]
+    different = {format_value(value) for value in values}
+    return next((way for way in ways if len(set(map(way, values))) == len(different)), format_value)
 
 
-def _short(value: object, parts: int = 1) -> str:
-    if not isinstance(value, str):
-        return format_value(value)
-    return "/".join(value.rstrip("/").split("/")[-parts:]) if parts else value
+def _shorten(value: object, length: int | None = None, parts: int = 0) -> str:
+    """A value on one line: the beginning of a text, or the last parts of a path; by default all of it."""
+    text = value if isinstance(value, str) else format_value(value)
+    text = "/".join(text.rstrip("/").split("/")[-parts:]) if parts else text
+    text = text if text.isprintable() else json.dumps(text)[1:-1]
+    return text if length is None or len(text) <= length else f"{text[: length - 1]}…"
 
 
 def config_differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[object, object]]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -16,7 +15,7 @@ from retrain.campaign.plan import Run
 from retrain.config import dump_config
 from retrain.errors import CheckpointError
 from retrain.isolation.redaction import redact
-from retrain.runtime.child import CHILD, PARENT
+from retrain.runtime.child import CHILD, PARENT, python_command
 from retrain.storage.checkpoint import Checkpoints, replace_file
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
 
@@ -98,7 +97,7 @@ class RunProcess:
         resume = ["--resume", str(folder), "--force-resume"] if (folder / "checkpoints").is_dir() else []
         self.files: list[IO[bytes]] = [(folder / name).open("ab") for name in (STDOUT, STDERR)]
         self.process = subprocess.Popen(
-            [sys.executable, *CHILD, str(folder / CONFIG_FILE), *resume],
+            [*python_command(), *CHILD, str(folder / CONFIG_FILE), *resume],
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],

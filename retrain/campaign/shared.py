@@ -8,14 +8,13 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import IO
 
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import STDERR, RunExit, prepare_folder, read_error
-from retrain.runtime.child import PARENT
+from retrain.runtime.child import PARENT, python_command
 
 LOG = "shared.log"
 
@@ -46,7 +45,7 @@ class SharedModelProcess:
         self.close()
         with (self.folder / LOG).open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from retrain.campaign.host import main; main()"],
+                [*python_command(), "-c", "from retrain.campaign.host import main; main()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -13,7 +13,7 @@ from retrain.config.options import all_options, values_of
 from retrain.config.schema import Reward, RewardTerm
 from retrain.environments.remote import named_modules
 from retrain.isolation.sources import read_sources
-from retrain.plugins import is_plugin, split_path
+from retrain.plugins import module_of_plugin
 
 # Digests of plugins that are imported here. Later runs of this process use the same module, whatever its file says.
 _IMPORTED: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
@@ -30,7 +30,7 @@ def code_digests(config: TrainConfig, of_scoring: bool = False) -> dict[str, str
     named += [("reward", term.type) for term in terms]
     if of_scoring:
         named = [(kind, name) for kind, name in named if kind in ("reward", "environment")]
-    plugins = {split_path(name)[0] for kind, name in named if kind and name and is_plugin(kind, name)}
+    plugins = {module_of_plugin(kind, name) for kind, name in named if kind}
     rewards = {term.custom_module for term in terms if term.type == "custom"}
     modules = sorted(plugins | rewards | named_modules(config.environment))
     found = {module: _digest(module, config.plugins.search_paths) for module in modules if module}

@@ -47,6 +47,7 @@ from retrain.modeling.files import (
     find_lacking_files,
     find_model,
 )
+from retrain.runtime.child import python_command
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import list_some, plural
@@ -222,7 +223,7 @@ def probe_torch() -> TorchState | str:
     """The CUDA state or an error message, from a separate process because a broken driver can crash it."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            [*python_command(), "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return f"importing torch took more than {_PROBE_SECONDS} s"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrain.config import load_config
-from retrain.config.flags import click_options, load_with_flags, overrides_from
+from retrain.config.flags import click_options, naming_flags, overrides_from
+from retrain.config.load import override
 from retrain.config.options import paths_where
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
@@ -37,15 +37,21 @@ def command(log_dir: str, as_json: bool, **parameters: object) -> int:
     config_file = Path(log_dir) / "config.toml"
     if not config_file.is_file():
         raise ConfigError(f"{log_dir} is not a run folder: it has no config.toml.")
-    recorded, wanted = load_config(config_file), load_with_flags(config_file, overrides)
     from retrain.analysis.replay import replay  # noqa: PLC0415  (loads the tokenizer's libraries)
+    from retrain.analysis.runs import describe_edits, read_config  # noqa: PLC0415
 
+    state = read_state(Path(log_dir))
+    recorded, edits = read_config(Path(log_dir), state)
+    with naming_flags(overrides):
+        wanted = override(recorded, overrides, str(config_file))
     differences = list(replay(Path(log_dir), recorded, wanted))
     if as_json:
         for difference in differences:
             click.echo(json.dumps(asdict(difference)))
         return 0
-    for line in read_state(Path(log_dir)).get("forced", []):
+    for line in describe_edits(Path(log_dir), edits):
+        click.echo(f"Note: {line}")
+    for line in state.get("forced", []):
         click.echo(f"Note: --force-resume: {line}. Earlier steps are computed with the later options, too.")
     click.echo(f"{recorded.condition} -> {wanted.condition}, {plural(len(differences), 'recorded step')}")
     click.echo(f"{'step':>6}{'tokens':>9}{'mean |A|':>19}{'mean |dA|':>11}{'sign flips':>12}{'on planning':>19}")

@@ -408,6 +408,9 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
     else:
         check_prompts(config, encoder, {table: longest}, context)
     found = f"up to {encoder.longest(longest)} of {context:,} tokens"
+    if cut := encoder.describe_cut(longest):
+        few = f"the {MEASURED} longest" if len(longest) < len(examples) else plural(len(longest), "prompt")
+        return Doubt(f"of {few}, {cut}, from the left.  Try: max_prompt_tokens = 0, or shorter prompts")
     shared = 0
     if table == "[eval]" and "[data]" in _tables_with_files(config):
         with suppress(RetrainError):

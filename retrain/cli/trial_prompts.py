@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import select
 import signal
-import time
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING
 from retrain.checks.preflight import known_context
 from retrain.config import TrainConfig
 from retrain.errors import RetrainError
-from retrain.types import Example
+from retrain.types import Completion, Example, IntArray
 
 if TYPE_CHECKING:
-    from retrain.environments import Environment, Message, Reply, Tool
+    from retrain.environments import Environment, Message
     from retrain.environments.template import ChatTemplate
-
-    Turn = tuple[Sequence[Message], Sequence[Tool]]
 
 FIRST_TURN_S = 10.0
 """Limit for what an environment does before it asks for the first turn."""
@@ -33,7 +30,6 @@ def measure_prompts(config: TrainConfig, environment: Environment, examples: Seq
     context, most = known_context(config), config.training.max_prompt_tokens
     if config.backend.backend != "local" or context is None:
         return "", ""
-    from retrain.environments import as_messages  # noqa: PLC0415
     from retrain.environments.template import ChatTemplate  # noqa: PLC0415  (imports transformers)
     from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
 
@@ -41,7 +37,7 @@ def measure_prompts(config: TrainConfig, environment: Environment, examples: Seq
         template = ChatTemplate(load_tokenizer(config.model.model))
     except RetrainError:
         return "", ""  # the check of the tokenizer says why
-    first = _count_tokens(template, _first_turn(environment, examples[0]))
+    first = _count_first_turn(environment, examples[0], template)
     if 0 < most < context:
         cut = f"the first turn has {first} tokens, and [training] max_prompt_tokens = {most} cuts off its beginning"
         return "", f"{cut}, tools included.  Try: max_prompt_tokens = 0" if first > most else ""
@@ -52,7 +48,7 @@ def measure_prompts(config: TrainConfig, environment: Environment, examples: Seq
         )
     # An environment may ask something else than the prompt.
     longest = max((example.prompt for example in examples), key=lambda prompt: len(str(prompt)))
-    tokens = max(first, _count_tokens(template, (as_messages(longest), ())))
+    tokens = max(first, _count_tokens(template, longest))
     if tokens >= context:
         hint = f"Try: [training] max_prompt_tokens = {max(1, context - config.training.max_tokens)}, or shorter prompts"
         return "", f"a prompt has {tokens} tokens, and the context length is {context}.  {hint}"
@@ -67,60 +63,45 @@ class _Asked(BaseException):
     """Ends a rollout at its first turn: no environment takes it for an error of its own."""
 
 
-class _FirstTurn:
-    """A `Chat` that takes down what the first turn asks."""
-
-    def __init__(self) -> None:
-        self.seed = 0
-        self.asked: Turn = ((), ())
-
-    async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        from retrain.environments import as_messages  # noqa: PLC0415
-
-        return await self.reply_to(as_messages(new), tools)
-
-    async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        self.asked = (history, tools)
-        raise _Asked
-
-
-def _first_turn(environment: Environment, example: Example) -> Turn:
-    """The messages and tools of a rollout's first turn, as far as they can be known without resources to open."""
+def _count_first_turn(environment: Environment, example: Example, template: ChatTemplate) -> int:
+    """The tokens of a rollout's first turn; 0 if they cannot be known, as without resources that a run opens."""
     from retrain.environments import ManagedEnvironment, run_rollout  # noqa: PLC0415
+    from retrain.environments.chat import Limits, PolicyChat  # noqa: PLC0415
 
     if isinstance(environment, ManagedEnvironment):
-        return (), ()
+        return 0
     read_end, write_end = os.pipe()
     with warnings.catch_warnings(action="ignore"):  # about threads, which the rollout does not need
         child = os.fork()
     if not child:
+        asked: list[int] = []
+
+        async def note(ids: IntArray, room: int) -> Completion:
+            asked.append(len(ids))
+            raise _Asked
+
         # A rollout may block or end its process, as it may in a run.
         with suppress(BaseException):
-            chat = _FirstTurn()
+            chat = PolicyChat(template, note, Limits(max_tokens=1, context=sys.maxsize), seed=0)
             with suppress(BaseException):
                 asyncio.run(run_rollout(environment, example, chat))
-            with open(write_end, "w", encoding="utf-8") as stream:
-                json.dump(chat.asked, stream)
+            os.write(write_end, str(max(asked, default=0)).encode())
         os._exit(0)
     os.close(write_end)
-    written, until = b"", time.monotonic() + FIRST_TURN_S
-    while select.select([read_end], [], [], max(0.0, until - time.monotonic()))[0]:
-        part = os.read(read_end, 65_536)
-        if not part:
-            break
-        written += part
+    is_known = select.select([read_end], [], [], FIRST_TURN_S)[0]
+    written = os.read(read_end, 64) if is_known else b""
     os.close(read_end)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    try:
-        messages, tools = json.loads(written)
-    except ValueError:
-        return (), ()
-    return messages, tools
+    return int(written or 0)
 
 
-def _count_tokens(template: ChatTemplate, turn: Turn) -> int:
+def _count_tokens(template: ChatTemplate, prompt: str | Sequence[Message]) -> int:
+    """The tokens of an example's prompt, if it is one that a conversation can begin with."""
+    from retrain.environments import as_messages  # noqa: PLC0415
+    from retrain.environments.chat import clean  # noqa: PLC0415
+
     try:
-        return len(template.encode(template.render(*turn), begins=True)) if turn[0] else 0
+        return len(template.encode(template.render(list(map(clean, as_messages(prompt))), ()), begins=True))
     except RetrainError:
         return 0  # only the run knows the conversation

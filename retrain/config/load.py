@@ -131,6 +131,12 @@ def build_condition(config: TrainConfig, condition: Mapping[str, object], source
     return build_config(base, dict(condition_overrides(condition)), source)
 
 
+def override(config: TrainConfig, overrides: Mapping[str, object], source: str) -> TrainConfig:
+    """The configuration with `{"section.key": value}` overrides, validated; `source` is its name in errors."""
+    tables = config.model_dump(by_alias=True)
+    return build_config({name: table for name, table in tables.items() if table is not None}, overrides, source)
+
+
 def find_notes(config: TrainConfig, given: Collection[str] = ()) -> list[Note]:
     """Options that are set, or `given` as flags, and not used.
 

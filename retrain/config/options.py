@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from keyword import iskeyword
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -43,6 +44,11 @@ class Option:
     def path(self) -> str:
         """Its name in overrides."""
         return f"{self.section}.{self.key}"
+
+    @property
+    def attribute(self) -> str:
+        """Its name in the table's class, as `from_` for `from`."""
+        return f"{self.key}_" if iskeyword(self.key) else self.key
 
     @property
     def default(self) -> Any:
@@ -120,6 +126,16 @@ def values_of(config: TrainConfig) -> dict[str, Any]:
     """The value of each option by `section.key`; tables that are absent are left out."""
     tables = config.model_dump(by_alias=True)
     return {path: tables[o.section][o.key] for path, o in options_by_path().items() if tables[o.section] is not None}
+
+
+def replace_values(config: TrainConfig, values: Mapping[str, object]) -> TrainConfig:
+    """The configuration with other values, by `section.key`; they are not validated."""
+    changes: dict[str, dict[str, object]] = {}
+    for path, value in values.items():
+        option = options_by_path()[path]
+        changes.setdefault(option.section, {})[option.attribute] = value
+    tables = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return config.model_copy(update=tables)
 
 
 @cache

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from types import FrameType
 import click
 
 from retrain.isolation.redaction import redact
-from retrain.runtime.child import CHILD, PARENT
+from retrain.runtime.child import CHILD, PARENT, python_command
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.storage.publishing import make_temporary
 
@@ -116,7 +115,7 @@ class Ranks:
 
 def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
     """Run `retrain` with these arguments in several processes; returns the exit code."""
-    command = [sys.executable, *CHILD, *arguments]
+    command = [*python_command(), *CHILD, *arguments]
     folder = make_temporary("retrain-ranks")
     try:
         ranks = Ranks(processes, command, folder)

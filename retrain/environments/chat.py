@@ -72,6 +72,8 @@ class PolicyChat:
         self.context_full = False
         """Whether the end of the context cut off a turn or left no room for one."""
         self.finish_reason: Literal["stop", "length"] = "stop"
+        self.cut_from = 0
+        """Tokens of the longest prompt that max_prompt_tokens cut."""
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Add messages and return the model's reply."""
@@ -133,7 +135,8 @@ class PolicyChat:
                 return branch, np.concatenate([branch.ids(), self.template.encode(added, begins=False)])
         text = self.template.render(messages, tools)
         ids = self.template.encode(text, begins=True)
-        if self.limits.max_prompt_tokens:
+        if 0 < self.limits.max_prompt_tokens < len(ids):
+            self.cut_from = max(self.cut_from, len(ids))
             ids = ids[-self.limits.max_prompt_tokens :]
         return Branch(ids, shown=list(messages), text=text), ids
 

@@ -25,7 +25,7 @@ from retrain.environments.verifiers.modules import module_name
 from retrain.environments.wire import Start, WireReply, read_example, reply_fields, restore_error
 from retrain.errors import PluginError, RetrainError, RolloutError
 from retrain.isolation.sources import read_all_sources
-from retrain.plugins import REGISTRIES, is_plugin, split_path
+from retrain.plugins import REGISTRIES, module_of_plugin
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ _GONE_S = 3.0
 
 def named_modules(section: schema.Environment) -> set[str]:
     """The modules of the user that the `[environment]` table names: that of a plugin, or one that its id names."""
-    if section.provider and is_plugin("environment", section.provider):
-        return {split_path(section.provider)[0]}
+    if module := module_of_plugin("environment", section.provider):
+        return {module}
     id_is_module = REGISTRIES["environment"].facts(section.provider).id_is_module
     return {module_name(section.id)} if id_is_module else set()
 

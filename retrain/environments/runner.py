@@ -75,6 +75,7 @@ class EnvironmentRunner:
         self.progress = progress
         self.failures = Failures("The environment", "rollouts", log)
         self.loop: EventLoop | None = None
+        self.has_noted_cut = False
 
     def sample_and_score(
         self,
@@ -93,6 +94,7 @@ class EnvironmentRunner:
         gathering = Gathering(examples, sampling.n, deliver, partial(self._check_early, queue, self._hangs()))
         rollouts = [gathering.add(number, self._rollout(number, example, queue)) for number, example in enumerate(jobs)]
         play(loop, engine, queue, rollouts, self.rules.in_rounds)
+        self._note_cut(max((chat.cut_from for chat, _ in gathering.results.values()), default=0))
         groups = [gathering.groups[at] for at in range(len(examples))]
         self.failures.check([score for group in groups for score in group.scores_G])
         return Rollouts(groups, time.perf_counter() - started, 0.0)
@@ -207,6 +209,12 @@ class EnvironmentRunner:
             f"it hung {hangs} times in a row, and no rollout got further" if is_stuck and hangs >= MAX_HANGS else ""
         )
         self.failures.check_early(list(scores.values()), len(queue.asked), reason)
+
+    def _note_cut(self, tokens: int) -> None:
+        """Say once that prompts are cut."""
+        if tokens and not self.has_noted_cut:
+            self.has_noted_cut, most = True, self.rules.limits.max_prompt_tokens
+            self.failures.log(f"Note: [training] max_prompt_tokens = {most} cuts prompts; one has {tokens} tokens.")
 
     def _hangs(self) -> int:
         """How often a rollout has blocked all others until it was stopped."""

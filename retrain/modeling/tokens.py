@@ -139,23 +139,37 @@ class PromptEncoder:
         self.system_prompt = system_prompt
         self.max_prompt_tokens = max_prompt_tokens
         self.encoded: dict[object, IntArray] = {}
-        self.cut = 0
-        """How many of the prompts that were encoded are cut."""
+        self._cut: set[object] = set()
         if tokenizer.chat_template is None:
             log("Warning: the tokenizer has no chat template; prompts are given to the model as plain text.")
 
     def encode(self, example: Example) -> IntArray:
         """Token ids of the prompt, truncated from the left to max_prompt_tokens."""
-        key = example.prompt if isinstance(example.prompt, str) else tuple(tuple(m.items()) for m in example.prompt)
+        key = _key(example)
         if key not in self.encoded:
-            self.encoded[key] = self.encode_once(example)
+            ids = self._encode_whole(example)
+            self.encoded[key] = self._cut_off(ids)
+            if len(self.encoded[key]) < len(ids):
+                self._cut.add(key)
         return self.encoded[key]
 
     def encode_once(self, example: Example) -> IntArray:
         """The same without caching, for prompts that do not repeat."""
-        ids = np.asarray(self._ids(self._messages(example)), dtype=np.int64)
-        self.cut += 0 < self.max_prompt_tokens < len(ids)
+        return self._cut_off(self._encode_whole(example))
+
+    def _encode_whole(self, example: Example) -> IntArray:
+        return np.asarray(self._ids(self._messages(example)), dtype=np.int64)
+
+    def _cut_off(self, ids: IntArray) -> IntArray:
         return ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
+
+    def describe_cut(self, examples: Sequence[Example]) -> str:
+        """How many of these examples have a prompt that max_prompt_tokens cuts; "" if none."""
+        if not self.max_prompt_tokens:
+            return ""
+        self.longest(examples)
+        cut = sum(_key(example) in self._cut for example in examples)
+        return f"{cut} cut to [training] max_prompt_tokens = {self.max_prompt_tokens}" if cut else ""
 
     def longest(self, examples: Iterable[Example]) -> int:
         """Tokens of the longest prompt."""
@@ -180,3 +194,9 @@ class PromptEncoder:
         # The template has already written the special tokens. Without `verbose`, transformers warns about prompts that
         # exceed the context, which is an error with a remedy here.
         return list(self.tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _key(example: Example) -> object:
+    """The same for examples with the same prompt."""
+    prompt = example.prompt
+    return prompt if isinstance(prompt, str) else tuple(tuple(message.items()) for message in prompt)

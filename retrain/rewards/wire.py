@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 from retrain.isolation.framing import LENGTH, FrameBuffer, frame
 from retrain.isolation.redaction import redact
 from retrain.isolation.sources import Sources
-from retrain.plugins import is_plugin, split_path
+from retrain.plugins import module_of_plugin
 
 if TYPE_CHECKING:
     from retrain.types import IntArray
@@ -51,7 +51,7 @@ class TermSpec:
         """The module of the user that has it, or ""."""
         if self.type == "custom":
             return self.custom_module
-        return split_path(self.type)[0] if is_plugin("reward", self.type) else ""
+        return module_of_plugin("reward", self.type)
 
 
 @dataclass(frozen=True)

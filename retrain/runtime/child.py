@@ -14,6 +14,16 @@ PARENT = "RETRAIN_PARENT"
 CHILD = ("-m", "retrain")
 
 
+def python_command() -> list[str]:
+    """Python for a process that imports as this one does.
+
+    By itself, it would look for Python's own modules in the working directory first, where the user's files are.
+    """
+    # As it did in this process, if that was started with -m.
+    is_first = sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
+    return [sys.executable] if is_first else [sys.executable, "-P"]
+
+
 def end_with_parent() -> None:
     """Request SIGTERM when the parent dies, if it set `PARENT` and the system supports it."""
     parent = os.environ.pop(PARENT, None)

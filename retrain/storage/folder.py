@@ -12,7 +12,7 @@ from typing import TextIO
 
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.load import parse_recorded
-from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
+from retrain.config.options import free_on_resume, options_by_path, paths_where, replace_values, values_of
 from retrain.config.toml import show_value
 from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
@@ -273,16 +273,15 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         found = Path(path).expanduser()
         return str(found.absolute()) if path and (found.is_dir() or not may_be_id) else path
 
-    changes: dict[str, dict[str, object]] = {}
+    changes: dict[str, object] = {}
     for path, value in values_of(config).items():
         option = options_by_path()[path]
         if option.facets.path in ("absolute", "or_id"):
             may_be_id = option.facets.path == "or_id"
             is_list = isinstance(value, tuple)
             fixed = tuple(absolute(one, may_be_id) for one in value) if is_list else absolute(value, may_be_id)
-            changes.setdefault(option.section, {})[option.key] = fixed
-    tables = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
-    return config.model_copy(update=tables)
+            changes[path] = fixed
+    return replace_values(config, changes)
 
 
 def meaningful_differences(stored: TrainConfig, wanted: TrainConfig, also_free: Set[str] = frozenset()) -> list[str]:

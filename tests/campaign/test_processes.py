@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,10 +34,10 @@ def build(config, tokenizer, log, progress):
 PAIR = ("grpo+none_s1", "maxrl+none_s1")
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, python: Sequence[str] = ()) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     return subprocess.Popen(
-        [sys.executable, "-m", "retrain", *arguments],
+        [sys.executable, *python, "-m", "retrain", *arguments],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -83,6 +84,19 @@ def test_a_run_that_cannot_start_leaves_the_other_alone(tmp_path: Path) -> None:
     assert "Step 3 [grpo+none]" in (run / "stdout.log").read_text()
     assert (run / "adapter" / "adapter_config.json").exists()
     assert "not_there" in (tmp_path / "c" / "runs" / name / "stderr.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_model", [False, True])
+def test_a_file_named_like_a_module_of_python_is_in_the_way_of_no_run(share_model: bool, tmp_path: Path) -> None:
+    for name in ("random", "statistics", "queue"):
+        (tmp_path / f"{name}.py").write_text("def mean(values): return sum(values) / len(values)\n")
+    tables = {"backend": {"backend": "local", "devices": "cpu"}, "model": {"lora_rank": 4}}
+    how: dict[str, Any] = {"seeds": [1], "conditions": [GRPO], "max_steps": 1, "share_model": share_model}
+    config = campaign_config(tmp_path / "c", tables, **how)
+    (tmp_path / "campaign.toml").write_text(dump_config(config))
+    output, _ = start(tmp_path, "campaign.toml", python=["-P"]).communicate(timeout=200)
+    assert statuses(tmp_path / "c") == {"grpo+none_s1": "finished"}, output
 
 
 @pytest.mark.slow

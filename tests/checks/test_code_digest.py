@@ -141,6 +141,18 @@ def test_the_digest_of_a_plugin_is_that_of_the_code_in_use(monkeypatch: pytest.M
     assert code_digests(config) != imported
 
 
+def test_a_plugin_that_an_entry_point_names_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("mine-1.dist-info").mkdir()
+    Path("mine-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    Path("mine-1.dist-info/entry_points.txt").write_text("[retrain.reward]\nunit_tests = package.grading:score\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    config = load_config(None, {"reward.type": "unit_tests"})
+    before = code_digests(config, of_scoring=True)
+    Path("package/grading.py").write_text("def score(response, reference): return 1.0\n")
+    after = code_digests(config, of_scoring=True)
+    assert list(before) == list(after) == ["package.grading"] and before != after
+
+
 def test_the_module_of_an_environment_id_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("my_env.py").write_text("LIMIT = 1\n")
     monkeypatch.syspath_prepend(Path.cwd())

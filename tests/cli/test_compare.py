@@ -234,6 +234,24 @@ def test_texts_that_differ_in_a_slash_are_told_apart(tmp_path: Path) -> None:
     assert len({found.condition for found in find_runs([tmp_path])}) == 2
 
 
+def test_long_texts_and_options_of_one_name_have_short_labels(tmp_path: Path) -> None:
+    ends = "Think\nin <think></think>, then answer in <answer></answer>"
+    prompts = {"a": ends, "b": f"Be brief. {ends}"}
+    for seed, prompt in enumerate(prompts.values()):
+        write_run(tmp_path / "texts" / f"{seed}", [0.1], training__seed=seed, data__system_prompt=prompt)
+    assert {found.condition for found in find_runs([tmp_path / "texts"])} == {
+        r"grpo+none,system_prompt=Think\nin <think></think>, then answer …",
+        r"grpo+none,system_prompt=Be brief. Think\nin <think></think>, th…",
+    }
+    for seed, (gtpo, kl) in enumerate([(0.1, 0.2), (0.2, 0.1)]):
+        options = {"algorithm__transform_mode": "gtpo", "gtpo__beta": gtpo, "kl__beta": kl}
+        write_run(tmp_path / "names" / f"{seed}", [0.1], training__seed=seed, **options)
+    assert {found.condition for found in find_runs([tmp_path / "names"])} == {
+        "grpo+gtpo,kl.beta=0.2,gtpo.beta=0.1",
+        "grpo+gtpo,kl.beta=0.1,gtpo.beta=0.2",
+    }
+
+
 def test_options_without_effect_make_no_condition(tmp_path: Path) -> None:
     for seed, id in enumerate(["", "guess-number", "calculator"]):
         write_run(tmp_path / f"{seed}", [0.1, 0.2], training__seed=seed, environment__id=id)

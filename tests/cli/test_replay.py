@@ -80,6 +80,20 @@ def test_a_run_whose_options_were_changed_by_force_is_replayed_with_a_note(
     assert f"Note: --force-resume: {changed}. Earlier steps are computed" in capsys.readouterr().out
 
 
+def test_an_edited_run_is_replayed_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_step_three(tmp_path, [{"step": 3, "correct_rate": 0.5}])
+    (tmp_path / "config.toml").write_text(dump_config(sepa_config(**{"algorithm.advantage_mode": "grpo"})))
+    (tmp_path / "checkpoints" / "step_000004").mkdir(parents=True)
+    manifest = {"state": {"config": dump_config(sepa_config(**{"algorithm.advantage_mode": "maxrl"}))}}
+    (tmp_path / "checkpoints" / "step_000004" / "checkpoint.json").write_text(json.dumps(manifest))
+    state = {"status": "finished", "checkpoint": "checkpoints/step_000004"}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    assert run(["replay", str(tmp_path), "--hicra-alpha", "0.3"]) == 0
+    printed = capsys.readouterr().out
+    assert "maxrl+gtpo_sepa -> maxrl+gtpo_sepa" in printed
+    assert '[algorithm] advantage_mode: "maxrl" -> "grpo"' in printed
+
+
 def test_a_campaign_names_a_run_to_replay(tmp_path: Path) -> None:
     (tmp_path / "runs" / "grpo_s1").mkdir(parents=True)
     (tmp_path / "manifest.json").write_text("{}")

@@ -84,6 +84,8 @@ def test_the_prompts_of_a_file_are_measured(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
     detail, problem = outcomes(data__source="jsonl", data__path=str(path))["[data], prompts"]
     assert not detail and "do not fit the model's context of 256" in problem and "max_prompt_tokens" in problem
+    cut = outcomes(data__source="jsonl", data__path=str(path), training__max_prompt_tokens=64)["[data], prompts"]
+    assert cut[0].startswith("of 2 prompts, 1 cut to [training] max_prompt_tokens = 64, from the left.") and not cut[1]
     path.write_text(json.dumps(rows[0]))
     detail, problem = outcomes(data__source="jsonl", data__path=str(path))["[data], prompts"]
     assert "of 256 tokens" in detail and not problem
@@ -287,6 +289,12 @@ class Tools(Sound):
 class Wide(Sound):
     async def rollout(self, example, chat): return await chat.ask("1+1=?" * 46)
 
+class Parts(Sound):
+    def examples(self, split):
+        parts = [{"type": "text", "text": "1+1="}, {"type": "text", "text": "?" + "1+1=?" * 45}]
+        return [Example(({"role": "user", "content": parts},), "2", id="1")]
+    async def rollout(self, example, chat): return await chat.ask(example.prompt)
+
 class Waiting(Sound):
     async def rollout(self, example, chat): await asyncio.sleep(2)
 
@@ -332,6 +340,15 @@ def test_the_examples_of_an_environment_are_those_of_the_run(
     evaluation = {"eval__every": evaluates, "eval__max_examples": 4}
     found = outcomes(environment__provider=f"tried_env.{name}", **evaluation)["[environment] provider"]
     assert detail in found[0] and problem in found[1] and (bool(found[0]), bool(found[1])) != (True, True)
+
+
+def test_a_prompt_in_parts_is_measured_as_the_run_reads_it(folder: Path) -> None:
+    (folder / "tried_env.py").write_text(ENVIRONMENT)
+    wide, parts = (
+        outcomes(environment__provider=f"tried_env.{name}")["[environment] provider"][0].partition("; ")[2]
+        for name in ("Wide", "Parts")
+    )
+    assert parts == wide != ""
 
 
 def test_an_environment_is_tried_last_and_long_prompts_may_be_cut(folder: Path) -> None:

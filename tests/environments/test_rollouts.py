@@ -61,6 +61,17 @@ def test_all_turns_that_wait_are_one_batch() -> None:
     assert len(engine.batches[0]) == 4
 
 
+def test_prompts_that_are_cut_are_noted_once() -> None:
+    logged: list[str] = []
+    runner = player(Plays(one_turn), logged.append, max_prompt_tokens=5)
+    try:
+        for _ in range(2):
+            runner.sample_and_score(TextEngine(lambda _: "2"), Plays(one_turn).examples("train"), Sampling(64, n=2))
+    finally:
+        runner.close()
+    assert len(logged) == 1 and logged[0].startswith("Note: [training] max_prompt_tokens = 5 cuts prompts; one has ")
+
+
 def test_a_batch_is_in_the_order_of_the_rollouts_whoever_asks_first() -> None:
     async def late(example: Example, chat: Chat) -> Outcome:
         await asyncio.sleep(0.01 * (3 - int(example.id)))

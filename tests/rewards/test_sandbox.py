@@ -476,6 +476,19 @@ def test_a_replaced_worker_uses_the_code_of_the_first_where_a_link_leads_elsewhe
     assert (died.outcome, scored.value) == ("error", 1.0)
 
 
+def test_a_replaced_worker_uses_the_code_of_the_first_that_an_entry_point_names(tmp_path, monkeypatch):
+    (tmp_path / "mine-1.dist-info").mkdir()
+    (tmp_path / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (tmp_path / "mine-1.dist-info" / "entry_points.txt").write_text("[retrain.reward]\nkept = kept_parts:score\n")
+    score = "import os\ndef score(response, reference):\n    response == 'die' and os._exit(3)\n    return {}\n"
+    (tmp_path / "kept_parts.py").write_text(score.format(1.0))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with build_reward(Reward(type="kept", workers=1), []) as pool:
+        (tmp_path / "kept_parts.py").write_text(score.format(2.0))
+        died, scored = pool.score([("die", "b"), ("a", "b")])
+    assert (died.outcome, scored.value) == ("error", 1.0)
+
+
 def become_packages(folder):
     for name in ("mine", "helper"):
         (folder / f"{name}.py").unlink()

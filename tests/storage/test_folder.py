@@ -875,6 +875,13 @@ def test_a_finished_run_is_shown_as_it_was_trained_if_its_config_toml_was_edited
     assert run(["diff", str(tmp_path / "a"), str(folder)]) == 0
     assert note in capsys.readouterr().out
     assert note in describe_verdict([read_run(folder)], [RunLog(folder)])["notes"]
+    # A longer run is wanted, and another evaluation was made.
+    written.write_text(
+        written.read_text().replace("max_steps = 4\n", "max_steps = 40\n").replace("samples = 1\n", "samples = 3\n")
+    )
+    shown = read_run(folder)
+    assert shown.edits == ("[training] lr: 0.001 -> 0.9", "[training] max_steps: 4 -> 40")
+    assert (shown.config.training.max_steps, shown.config.eval.samples) == (4, 3)
 
 
 def test_a_file_as_adapter_path_is_a_warning_before_the_first_step(model: Path, tmp_path: Path) -> None:

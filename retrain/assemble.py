@@ -293,8 +293,9 @@ class DataTasks:
         self.held_out = load_held_out(config)
         if shared := describe_shared(self.examples, self.held_out):
             log(f"Warning: {shared}")
-        if cut := self.encoder.describe_cut(self.held_out):
-            log(f"Note: [eval] has {plural(len(self.held_out), 'prompt')}, {cut}.")
+        for table, asked in self._asked().items():
+            if cut := self.encoder.describe_cut(asked):
+                log(f"Note: of {plural(len(asked), 'prompt')} of {table}, {cut}.")
         check_prompt_tokens(config, self.encoder, self._asked())
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and config.teaching.enabled:
@@ -337,8 +338,7 @@ def _load_training_examples(
         examples = examples[: config.training.max_examples]
     log(f"Loaded {plural(len(examples), 'example', form='d')}")
     encoder.longest(examples)
-    cut = encoder.describe_cut(examples)
-    log(f"Pre-encoded {plural(len(examples), 'prompt', form='d')}{f' ({cut})' if cut else ''}")
+    log(f"Pre-encoded {plural(len(examples), 'prompt', form='d')}")
     return examples
 
 

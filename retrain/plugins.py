@@ -154,7 +154,7 @@ def is_plugin(kind: str, name: str) -> bool:
 
 
 def module_of_plugin(kind: str, name: str) -> str:
-    """The module that has a plugin, or ""; of a built-in part, too."""
+    """The module of a plugin; "" if the name is that of a built-in part."""
     if not name or not is_plugin(kind, name):
         return ""
     point = REGISTRIES[kind].discovered().get(name)

@@ -89,8 +89,8 @@ def test_prompts_that_are_cut_are_counted(tmp_path: Path, capsys: pytest.Capture
     with assemble(config):
         pass
     printed = capsys.readouterr().out
-    assert "Pre-encoded 3 prompts (2 cut to [training] max_prompt_tokens = 16)\n" in printed
-    assert "Note: [eval] has 2 prompts, 1 cut to [training] max_prompt_tokens = 16.\n" in printed
+    assert "Note: of 3 prompts of [data], 2 cut to [training] max_prompt_tokens = 16.\n" in printed
+    assert "Note: of 2 prompts of [eval], 1 cut to [training] max_prompt_tokens = 16.\n" in printed
 
 
 def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path: Path) -> None:

@@ -236,7 +236,8 @@ def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[d
 def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Add options to the labels of conditions that have the same label and differ in them."""
     settings = _methods(runs)
-    ways = {path: _choose_way(path, [options[path] for options in settings]) for path in settings[0]} if runs else {}
+    columns = {path: [options[path] for options in settings] for path in settings[0]} if runs else {}
+    ways = {path: _choose_way(path, values) for path, values in columns.items() if values.count(values[0]) < len(runs)}
     labelled = []
     for run, options in zip(runs, settings, strict=True):
         others = [values for other, values in zip(runs, settings, strict=True) if other.condition == run.condition]

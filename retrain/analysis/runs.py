@@ -23,7 +23,7 @@ from retrain.config.unused import why_unused
 from retrain.errors import ConfigError
 from retrain.runtime.text import list_some
 from retrain.storage.checkpoint import read_settings, read_state
-from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH, describe_differences
+from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH, describe_differences, subfolders
 from retrain.storage.logs import EVALS, MANIFEST, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
 
@@ -142,13 +142,13 @@ def _describe_differences(one: TrainConfig, other: TrainConfig) -> str:
 def _find(path: Path, read: Callable[[Path], RunRecord]) -> list[RunRecord]:
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}.")
-    found = list(_search(path, SEARCH_DEPTH, read))
+    found = list(_search(path, path, SEARCH_DEPTH, read))
     if not found and not (path / MANIFEST).is_file():
         raise ConfigError(f"{path} is neither a run nor a campaign: it has no {CONFIG_FILE} with {METRICS}.")
     return found
 
 
-def _search(path: Path, depth: int, read: Callable[[Path], RunRecord]) -> Iterator[RunRecord]:
+def _search(path: Path, root: Path, depth: int, read: Callable[[Path], RunRecord]) -> Iterator[RunRecord]:
     """The runs in a folder: itself, those of a campaign, or those in subfolders."""
     if (path / MANIFEST).is_file():
         entries = read_manifest(path)["runs"]
@@ -163,9 +163,8 @@ def _search(path: Path, depth: int, read: Callable[[Path], RunRecord]) -> Iterat
     elif _is_run(path):
         yield read(path)
     elif depth:
-        for folder in sorted(path.iterdir()):
-            if folder.is_dir() and not folder.name.startswith("."):
-                yield from _search(folder, depth - 1, read)
+        for folder in subfolders(path, root):
+            yield from _search(folder, root, depth - 1, read)
 
 
 def _is_run(path: Path) -> bool:
@@ -273,9 +272,13 @@ def _methods(runs: Sequence[RunRecord]) -> list[dict[str, object]]:
     methods = [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
     known = options_by_path()
     for path in {path for method in methods for path in method if method[path] != methods[0][path]}:
+        written: list[object] = []
         for run, method in zip(runs, methods, strict=True):
             # Without effect, its value is not part of the method.
-            method[path] = known[path].default if why_unused(known[path], run.config) else method[path]
+            value = known[path].default if why_unused(known[path], run.config) else method[path]
+            # Equal tables may have another order.
+            method[path] = next((other for other in written if other == value), value)
+            written.append(method[path])
     # The same file or model in another place is the same.
     first: dict[tuple[str, str], object] = {}
     for run, method in zip(runs, methods, strict=True):

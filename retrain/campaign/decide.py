@@ -52,9 +52,12 @@ class EarlyStopping:
                 word = "better" if decision.better else "worse"
                 unlike = find_unlike_runs(runs, self.table["metric"], baseline)
                 differs = "differs from" if name in unlike else f"is {word} than"
+                records = self.manifest.table["runs"]
+                waiting = any(r["condition"] == name and r["status"] == "pending" for r in records)
                 sentences.append(
                     f"Decided after {decision.seeds} seeds: {name} {differs} {baseline} "
-                    f"(p = {decision.p_value:.2g} ≤ {decision.level:.2g}). Its remaining seeds are skipped."
+                    f"(p = {decision.p_value:.2g} ≤ {decision.level:.2g}). "
+                    + ("Its remaining seeds are skipped." if waiting else "All its seeds have started.")
                 )
         return sentences
 

@@ -125,14 +125,19 @@ def name_conditions(problems: Mapping[str, Sequence[str]], conditions: int) -> l
     return [text if len(names) == conditions else f"{list_some(names)}: {text}" for text, names in problems.items()]
 
 
-def find_limits(runs: Sequence[Run]) -> list[str]:
-    """Notes on what the comparison of these runs cannot tell."""
+def find_limits(runs: Sequence[Run], campaign: Campaign | None = None) -> list[str]:
+    """Notes on what the comparison of these runs cannot tell, and on what the campaign cannot save."""
     if not runs:
         return []
     configs = {run.condition: run.config for run in runs}
     first = next(iter(configs))
     models = dict.fromkeys(config.model.model for config in configs.values())
     notes = _find_equal_losses(runs)
+    if campaign is not None and campaign.stop_when and runs_at_once(campaign, len(runs)) == len(runs):
+        notes.append(
+            f'all {len(runs)} runs start at once, so stop_when = "{campaign.stop_when}" has none to skip; '
+            "[campaign] max_workers limits them"
+        )
     if len(models) > 1:
         notes.append(f"conditions train different models ({list_some(list(models))}), and are not compared at the end")
     metric = "eval_pass_at_1" if all(config.eval.every for config in configs.values()) else "correct_rate"

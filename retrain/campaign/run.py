@@ -182,7 +182,7 @@ class Campaign:
         for condition, config in conditions.items():
             if note := find_idle_sepa(config):
                 self.screen.log(f"Note: {condition}: {note}")
-        for note in find_limits(list(self.runs.values())):
+        for note in find_limits(list(self.runs.values()), self.settings):
             self.screen.log(f"Note: {note}.")
         if self.squeeze.config.squeeze and not any(config.model.lora_rank for config in conditions.values()):
             self.screen.log("Note: [squeeze] is not used: no run trains an adapter.")

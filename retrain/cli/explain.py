@@ -222,7 +222,7 @@ def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
         note = find_idle_sepa(config.model_copy(update={"training": known})) if steps is not None else ""
         return [note] if note else []
     notes = {run.condition: find_idle_sepa(run.config) for run in runs}
-    return [*(f"{condition}: {note}" for condition, note in notes.items() if note), *find_limits(runs)]
+    return [*(f"{condition}: {note}" for condition, note in notes.items() if note), *find_limits(runs, config.campaign)]
 
 
 def _engine(config: TrainConfig) -> JsonObject:

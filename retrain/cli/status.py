@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from retrain.cli.console import print_json, print_line, print_table
 from retrain.cli.health import print_health
 from retrain.errors import ConfigError, RetrainError
 from retrain.storage.checkpoint import STATE_FILE, Checkpoints
-from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
+from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH, subfolders
 from retrain.storage.logs import MANIFEST, METRICS
 
 
@@ -97,7 +96,7 @@ def find_entries(logs: Path) -> list[Entry]:
     """All runs and campaigns below a folder, the one with the latest step last."""
     if not logs.is_dir():
         raise ConfigError(f"there is no folder {logs}.  Try: the parent folder of [logging] log_dir")
-    return sorted(_search(logs, SEARCH_DEPTH), key=_last_step)
+    return sorted(_search(logs, logs, SEARCH_DEPTH), key=_last_step)
 
 
 def _find_progress(folder: Path) -> RunProgress | None:
@@ -109,16 +108,14 @@ def _find_progress(folder: Path) -> RunProgress | None:
     return read_progress(folder) if is_run or is_locked(folder) else None
 
 
-def _search(folder: Path, depth: int) -> Iterator[Entry]:
+def _search(folder: Path, root: Path, depth: int) -> Iterator[Entry]:
     if (folder / MANIFEST).is_file():
         yield read_campaign(folder)
     elif progress := _find_progress(folder):
         yield Entry(str(folder), "run", progress.status, progress.status == "running", {folder.name: progress})
     elif depth:
-        with os.scandir(folder) as inside:
-            below = [Path(item.path) for item in inside if item.is_dir() and not item.name.startswith(".")]
-        for path in below:
-            yield from _search(path, depth - 1)
+        for path in subfolders(folder, root):
+            yield from _search(path, root, depth - 1)
 
 
 def read_campaign(folder: Path) -> Entry:

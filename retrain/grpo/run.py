@@ -61,18 +61,28 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
             raise
     trainer.save_model()
     trainer.save_state()
-    found = {row["step"]: row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row}
-    held_out = f", held-out {name} {describe_change(found)}" if found else ""
+    # Those before a resume may be of other problems.
+    rows = trainer.state.log_history[_count_rows(checkpoint) :]
+    found = {row["step"]: row[f"eval_{name}"] for row in rows if f"eval_{name}" in row}
+    held_out = f", held-out {name} {describe_change(found, result.global_step)}" if found else ""
     say(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {args.output_dir}.")
     return trainer
 
 
-def describe_change(values: Mapping[int, float]) -> str:
-    """The first and the last of some evaluations, by step; the one at step 0 is before training."""
-    first, last = min(values), max(values)
-    if first == 0:
-        return f"{values[first]:.4f} before" + (f" and {values[last]:.4f} after" if last else "")
-    return " and ".join(f"{values[step]:.4f} after step {step}" for step in dict.fromkeys((first, last)))
+def _count_rows(checkpoint: Path | None) -> int:
+    """The number of rows that a resumed run has taken over into its log."""
+    if checkpoint is None:
+        return 0
+    return len(json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["log_history"])
+
+
+def describe_change(values: Mapping[int, float], steps: int) -> str:
+    """The first and the last of some evaluations of a run with so many steps."""
+    when = {0: "before", steps: "after"}
+    ends = dict.fromkeys((min(values), max(values)))
+    # After a resume, each has its step.
+    names = when if 0 in ends else {}
+    return " and ".join(f"{values[step]:.4f} {names.get(step, f'after step {step}')}" for step in ends)
 
 
 def describe_interrupt(output_dir: str, step: int, started: float, resumed: Path | None) -> str:

@@ -13,7 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, all_suffixes
+from importlib.machinery import (
+    BuiltinImporter,
+    FrozenImporter,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    all_suffixes,
+)
 from importlib.util import find_spec as find_installed
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -82,16 +89,26 @@ class _ImportPath:
         return Path(spec.origin) if spec is not None and spec.origin and is_file else None
 
     def find_spec(self, module: str) -> ModuleSpec | None:
-        parts, spec = module.split("."), None
-        outermost = {parts[0] + suffix for suffix in ("", *all_suffixes())}
-        paths = [f for f, entries in self.entries.items() if entries is None or not outermost.isdisjoint(entries)]
-        for part in parts:
+        outermost, *others = module.split(".")
+        names = {outermost + suffix for suffix in ("", *all_suffixes())}
+        paths = [f for f, entries in self.entries.items() if entries is None or not names.isdisjoint(entries)]
+        spec = PathFinder.find_spec(outermost, paths) or _ask_hooks(outermost)
+        for part in others:
             # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
-            spec = PathFinder.find_spec(part, paths)
-            if spec is None:
-                return None
-            paths = list(spec.submodule_search_locations or [])
+            spec = spec and PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
         return spec
+
+
+def _ask_hooks(module: str) -> ModuleSpec | None:
+    """Where an import hook finds a module, as of a package that is installed in editable mode."""
+    usual = (BuiltinImporter, FrozenImporter, PathFinder)
+    return _ask([hook for hook in sys.meta_path if hook not in usual], module, None)
+
+
+def _ask(finders: Iterable[object], *what: Any) -> ModuleSpec | None:
+    """What the first of these finders that finds something says."""
+    asked = (finder.find_spec(*what) for finder in finders if hasattr(finder, "find_spec"))
+    return next((spec for spec in asked if spec is not None), None)
 
 
 def _list(folder: str) -> set[str] | None:
@@ -190,13 +207,17 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname.rpartition(".")[2] not in self._last_parts and fullname not in self._portions:
             return None
-        found, source = PathFinder.find_spec(fullname, path, target), self._modules.get(fullname)
+        found, source = self._find_now(fullname, path, target), self._modules.get(fullname)
         if source is None or not self._comes_first(source, found, sys.path if path is None else path):
             # By another name, or from a folder that was put in front.
             source = self._files.get(os.path.abspath(found.origin)) if found is not None and found.origin else None
         if source is not None:
             return spec_from_file_location(fullname, source.path, loader=_Loader(fullname, source))
         return self._find_portions(fullname, found)
+
+    def _find_now(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """Where Python would find a module without this finder."""
+        return _ask(sys.meta_path[sys.meta_path.index(self) + 1 :], fullname, path, target)
 
     def _comes_first(self, source: Source, found: ModuleSpec | None, path: Sequence[str]) -> bool:
         folders = [os.path.abspath(folder) for folder in path]

@@ -161,9 +161,8 @@ class ChatClient:
             until = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
             if until > self._pause_until + LONG_WAIT_S:
                 pause = until - time.monotonic()
-                self._log(
-                    f"{self.server.shown_url} returned {reply.status_code}; waiting {pause:.0f} s, as it asks for"
-                )
+                asked = "as it asks for" if wait_s <= LONGEST_WAIT_S else f"though it asks for {wait_s:,.0f} s"
+                self._log(f"{self.server.shown_url} returned {reply.status_code}; waiting {pause:.0f} s, {asked}")
             self._pause_until = max(self._pause_until, until)
         message = f"{self.server.shown_url} returned {reply.status_code} {reply.reason_phrase}: {text}"
         return ChatError(message, transient=transient, wait_s=wait_s, status=reply.status_code)

@@ -41,6 +41,12 @@ SEARCH_DEPTH = 4
 RUN_FILES = (STATE_FILE, *FILES, EVAL_PROBLEMS, "checkpoints", "rollouts")
 
 
+def subfolders(folder: Path, root: Path) -> list[Path]:
+    """Folders in which runs are searched for: no hidden ones, and no links to what the search of the root finds."""
+    inside = [Path(item.path) for item in os.scandir(folder) if item.is_dir() and not item.name.startswith(".")]
+    return sorted(path for path in inside if not (path.is_symlink() and path.resolve().is_relative_to(root.resolve())))
+
+
 class RunFolder:
     """A locked log_dir with its resolved configuration, and the checkpoint to resume from, if any."""
 

@@ -347,6 +347,19 @@ def test_a_decided_pair_stops_and_says_so(tmp_path: Path, monkeypatch: Patch, ca
     assert "campaign, finished, 16 of 16 runs done (6 skipped)\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("workers", "is_noted"), [(0, True), (14, True), (2, False)])
+def test_a_campaign_that_starts_all_runs_at_once_skips_none_and_says_so(
+    workers: int, is_noted: bool, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    how: dict[str, Any] = {"parallel": True, "max_workers": workers, "stop_when": "decided"}
+    config = campaign_config(tmp_path, seeds=list(range(1, 8)), **how)
+    assert run_with(FakeExecutor(clearly_better), config, monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert ('Note: all 14 runs start at once, so stop_when = "decided" has none to skip' in printed) == is_noted
+    assert ("All its seeds have started." in printed) == is_noted
+    assert ("Its remaining seeds are skipped." in printed) != is_noted
+
+
 @pytest.mark.slow
 def test_a_campaign_that_stops_early_keeps_its_steps(tmp_path: Path, monkeypatch: Patch) -> None:
     settings: dict[str, Any] = {"seeds": list(range(1, 9)), "stop_when": "decided"}

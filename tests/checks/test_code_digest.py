@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -151,6 +153,25 @@ def test_a_plugin_that_an_entry_point_names_has_a_digest(monkeypatch: pytest.Mon
     Path("package/grading.py").write_text("def score(response, reference): return 1.0\n")
     after = code_digests(config, of_scoring=True)
     assert list(before) == list(after) == ["package.grading"] and before != after
+
+
+def test_a_package_that_an_import_hook_finds_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in editable mode.
+    class Hook:
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+            return spec_from_file_location(name, "src/hooked/__init__.py") if name == "hooked" else None
+
+    Path("src/hooked").mkdir(parents=True)
+    for name in ("__init__", "helper"):
+        Path(f"src/hooked/{name}.py").touch()
+    Path("src/hooked/rewards.py").write_text("from hooked.helper import BONUS\ndef score(response, reference): ...\n")
+    config = load_config(None, {"reward.type": "hooked.rewards.score"})
+    assert code_digests(config) == {}
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook])
+    before = code_digests(config)
+    Path("src/hooked/helper.py").write_text("BONUS = 5.0\n")
+    assert list(before) == ["hooked.rewards"] and code_digests(config) not in ({}, before)
 
 
 def test_the_module_of_an_environment_id_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from folders import write_campaign, write_run
 from retrain.analysis.comparison import compare_runs
 from retrain.analysis.runs import find_runs
 from retrain.cli import run
+from retrain.cli.status import find_entries
 from retrain.storage.folder import lock_folder
 
 PROBLEMS = 64
@@ -250,6 +251,31 @@ def test_long_texts_and_options_of_one_name_have_short_labels(tmp_path: Path) ->
         "grpo+gtpo,kl.beta=0.2,gtpo.beta=0.1",
         "grpo+gtpo,kl.beta=0.1,gtpo.beta=0.2",
     }
+
+
+def test_a_table_in_another_order_is_the_same_condition(tmp_path: Path) -> None:
+    tables: list[dict[str, Any]] = [{"a": 1.0, "b": 2.0}, {"b": 2, "a": 1}, {"a": 3.0, "b": 2.0}]
+    for seed, args in enumerate(tables):
+        environment = {"environment__provider": "verifiers", "environment__id": "gsm8k", "environment__args": args}
+        write_run(tmp_path / f"{seed}", [0.1], training__seed=seed, **environment)
+    assert [found.condition for found in find_runs([tmp_path])] == [
+        "grpo+none,args={ a = 1.0, b = 2.0 }",
+        "grpo+none,args={ a = 1.0, b = 2.0 }",
+        "grpo+none,args={ a = 3.0, b = 2.0 }",
+    ]
+
+
+def test_links_to_runs_and_loops_in_a_folder_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / "logs" / f"run{seed}", [0.1], training__seed=seed)
+        write_run(tmp_path / "elsewhere" / f"run{seed}", [0.1], training__seed=seed + 2)
+    (tmp_path / "logs" / "latest").symlink_to("run2")
+    (tmp_path / "logs" / "loop").symlink_to(".")
+    (tmp_path / "logs" / "others").symlink_to("../elsewhere")
+    names = [found.path.relative_to(tmp_path / "logs") for found in find_runs([tmp_path / "logs"])]
+    assert list(map(str, names)) == ["others/run1", "others/run2", "run1", "run2"]
+    assert [found.path.name for found in find_runs([tmp_path / "logs" / "latest"])] == ["latest"]
+    assert len(find_entries(tmp_path / "logs")) == 4
 
 
 def test_options_without_effect_make_no_condition(tmp_path: Path) -> None:

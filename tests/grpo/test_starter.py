@@ -211,7 +211,9 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     words = [*words, "max_steps=4", "max_train_examples=16", "val_split=null"]
     assert run(["grpo", "configs/run/tiny.yaml", *words, "resume_from_checkpoint=true", "learning_rate=1e-5"]) == 0
     shown = capsys.readouterr().out
-    assert "Resuming from logs/tiny/checkpoint-2 at step 2." in shown and "Done: 4 steps" in shown
+    assert "Resuming from logs/tiny/checkpoint-2 at step 2." in shown
+    # The earlier run was evaluated, this one was not.
+    assert "Done: 4 steps, logs in logs/tiny." in shown
     assert "Note: learning_rate=1e-05 has no effect: a resumed run restores the schedule" in shown
     assert "which has 0.002." in shown
     assert "Note: this run has 4 steps, and that of the checkpoint had 2: the cosine schedule now spans" in shown

@@ -376,13 +376,14 @@ def test_another_version_of_trl_is_asked_for_its_arguments(monkeypatch: pytest.M
     ("values", "text"),
     [
         ({0: 0.1, 4: 0.2, 6: 0.3}, "0.1000 before and 0.3000 after"),
+        ({0: 0.1, 4: 0.2}, "0.1000 before and 0.2000 after step 4"),
         ({4: 0.2, 6: 0.3}, "0.2000 after step 4 and 0.3000 after step 6"),
         ({4: 0.2}, "0.2000 after step 4"),
         ({0: 0.1}, "0.1000 before"),
     ],
 )
 def test_only_an_evaluation_at_step_0_is_before_training(values: dict[int, float], text: str) -> None:
-    assert describe_change(values) == text
+    assert describe_change(values, steps=6) == text
 
 
 @pytest.mark.parametrize("rank", [0, None])

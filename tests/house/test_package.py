@@ -20,7 +20,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 60
 HEAVY = ("torch", "transformers", "peft", "datasets", "wandb", "numpy", "scipy", "verifiers")
 
 # `hasattr`, and `getattr` with a default, hide which version or shape of a thing is meant. Where one is right, say why.
-ALLOWED_GUESSES: dict[str, str] = {}
+ALLOWED_GUESSES = {"retrain/isolation/sources.py": "old import hooks have no find_spec, and Python passes over them"}
 # What belongs in an issue, not in a package; `\b` keeps TODO apart from words that contain it.
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK|WIP|NotImplementedError\(\)|breakpoint\(\)|pdb)\b")
 

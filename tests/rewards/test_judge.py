@@ -208,7 +208,7 @@ def test_a_long_wait_is_reported_once(server: JudgeServer, monkeypatch: pytest.M
     logged: list[str] = []
     with build_reward(section(server, judge_concurrency=2), log=logged.append) as judge:
         judge.score([Item(f"it is {n}", "7") for n in range(2)])
-    assert [line.partition(" returned ")[2] for line in logged] == ["429; waiting 0 s, as it asks for"]
+    assert [line.partition(" returned ")[2] for line in logged] == ["429; waiting 0 s, though it asks for 300 s"]
 
 
 def test_a_judge_that_stays_limited_gives_errors_not_zeros(server: JudgeServer) -> None:

@@ -8,7 +8,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from retrain.builtin import resolve_model
 from retrain.config import TrainConfig
@@ -33,14 +33,28 @@ def explain_no_response(url: str, opener: urllib.request.OpenerDirector | None =
 
 def explain_no_judge(url: str, key: str) -> str:
     """Why no judge that takes this key responds, or ""; it need not list its models, so other errors are a response."""
-    request = urllib.request.Request(url)
-    if key:
-        # Not to where a redirect leads.
-        request.add_unredirected_header("Authorization", f"Bearer {key}")
-    error = _request(request)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    error = _request(urllib.request.Request(url, headers=headers), urllib.request.build_opener(_NoRedirects))
     if isinstance(error, urllib.error.HTTPError):
+        if moved := explain_redirect(url, error.headers.get("Location", "")):
+            return f"{moved}."
         return f"it returned {error.code}." if error.code in _NO_JUDGE else ""
     return f"{_reason(error)}." if error is not None else ""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, as a run with a judge does not: the key is for this server."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def explain_redirect(url: str, location: str) -> str:
+    """Where a server sends its clients, if that is another one; a path of its own may be that of a single request."""
+    own, target = urlsplit(url), urlsplit(urljoin(url, location))
+    place = f"{target.scheme}://{target.hostname}{f':{target.port}' if target.port else ''}"
+    is_other = location and (own.scheme, own.hostname, own.port) != (target.scheme, target.hostname, target.port)
+    return f"it redirects to {place}, which is not followed" if is_other else ""
 
 
 def server_kind(config: TrainConfig) -> ServerSpec:

@@ -48,6 +48,8 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     checkpoint = choose_checkpoint(args.output_dir, args.resume_from_checkpoint)
     for line in describe_resume(checkpoint, args) if checkpoint is not None else ():
         say(line)
+    # Rows before a resume may be of other problems. The checkpoint may be gone at the end (save_total_limit).
+    rows_before = _count_rows(checkpoint)
     name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
     started = time.time()
     with contextlib.ExitStack() as pools:
@@ -61,8 +63,7 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
             raise
     trainer.save_model()
     trainer.save_state()
-    # Those before a resume may be of other problems.
-    rows = trainer.state.log_history[_count_rows(checkpoint) :]
+    rows = trainer.state.log_history[rows_before:]
     found = {row["step"]: row[f"eval_{name}"] for row in rows if f"eval_{name}" in row}
     held_out = f", held-out {name} {describe_change(found, result.global_step)}" if found else ""
     say(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {args.output_dir}.")
@@ -70,10 +71,10 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
 
 
 def _count_rows(checkpoint: Path | None) -> int:
-    """The number of rows that a resumed run has taken over into its log."""
+    """The number of rows in the log of a checkpoint that is resumed."""
     if checkpoint is None:
         return 0
-    return len(json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["log_history"])
+    return len(json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")).get("log_history", []))
 
 
 def describe_change(values: Mapping[int, float], steps: int) -> str:

@@ -96,13 +96,16 @@ class _ImportPath:
         for part in others:
             # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
             spec = spec and PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
-        return spec
+        return spec or (_ask_hooks(module) if others else None)
 
 
 def _ask_hooks(module: str) -> ModuleSpec | None:
     """Where an import hook finds a module, as of a package that is installed in editable mode."""
     usual = (BuiltinImporter, FrozenImporter, PathFinder)
-    return _ask([hook for hook in sys.meta_path if hook not in usual], module, None)
+    try:
+        return _ask([hook for hook in sys.meta_path if hook not in usual], module, None)
+    except Exception:
+        return None  # the import will say why
 
 
 def _ask(finders: Iterable[object], *what: Any) -> ModuleSpec | None:
@@ -156,6 +159,10 @@ def _read_sources(module: str, import_path: _ImportPath) -> tuple[Modules, Modul
     files = _list_sources(file.parent) if file.name == "__init__.py" else [file]
     texts = {_name(path, file, outermost): (path, _read(path)) for path in files}
     own = {name: Source(str(path), text) for name, (path, text) in texts.items() if text is not None}
+    # A hook may find a part of a package in another folder.
+    elsewhere = import_path.find_source(module) if module not in own else None
+    if elsewhere is not None and (text := _read(elsewhere)) is not None:
+        own[module] = Source(str(elsewhere), text)
     return own, {} if _is_installed(file) else _follow_imports(own, import_path)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from retrain.checks.connections import explain_redirect
 from retrain.isolation.redaction import HIDDEN, redact
 
 Messages = Sequence[Mapping[str, str]]
@@ -151,7 +152,8 @@ class ChatClient:
     def _error(self, reply: httpx.Response, body: Mapping[str, object] | None) -> ChatError:
         error = (body or {}).get("error")
         error = error if isinstance(error, dict) else {"message": error or (body or {}).get("message")}
-        text = self._shorten(str(error.get("message") or reply.text))
+        moved = explain_redirect(self.server.url, reply.headers.get("Location", ""))
+        text = moved or self._shorten(str(error.get("message") or reply.text))
         # An exhausted quota has the code of a rate limit, but is permanent.
         transient = (reply.status_code in _TRANSIENT_CODES or reply.is_server_error) and error.get(
             "code"

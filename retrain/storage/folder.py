@@ -42,9 +42,14 @@ RUN_FILES = (STATE_FILE, *FILES, EVAL_PROBLEMS, "checkpoints", "rollouts")
 
 
 def subfolders(folder: Path, root: Path) -> list[Path]:
-    """Folders in which runs are searched for: no hidden ones, and no links to what the search of the root finds."""
-    inside = [Path(item.path) for item in os.scandir(folder) if item.is_dir() and not item.name.startswith(".")]
-    return sorted(path for path in inside if not (path.is_symlink() and path.resolve().is_relative_to(root.resolve())))
+    """Folders in which runs are searched for: no hidden ones, and no links to what is found without them."""
+    inside = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
+    found, top = {path: path for path in inside if not path.is_symlink()}, root.resolve()
+    for link in (path for path in inside if path.is_symlink()):
+        target = link.resolve()
+        if not target.is_relative_to(top) and not top.is_relative_to(target):
+            found.setdefault(target, link)
+    return sorted(found.values())
 
 
 class RunFolder:

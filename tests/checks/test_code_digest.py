@@ -174,6 +174,37 @@ def test_a_package_that_an_import_hook_finds_has_a_digest(monkeypatch: pytest.Mo
     assert list(before) == ["hooked.rewards"] and code_digests(config) not in ({}, before)
 
 
+def test_parts_that_only_an_import_hook_finds_have_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {
+        "spread.part": "a/__init__.py",
+        "spread.part.rew": "a/rew.py",
+        "two": "b/__init__.py",
+        "two.rew": "c/rew.py",
+    }
+
+    class Hook:
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+            if name.startswith("cannot"):
+                raise ImportError(name)
+            return spec_from_file_location(name, places[name]) if name in places else None
+
+    for place in places.values():
+        Path(place).parent.mkdir(exist_ok=True)
+        Path(place).write_text("import cannot.this, spread.part\ndef score(response, reference): ...\n")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook])
+    for module, edited in (
+        ("spread.part.rew", "a/rew.py"),
+        ("spread.part.rew", "a/__init__.py"),
+        ("two.rew", "c/rew.py"),
+    ):
+        config = load_config(None, {"reward.type": f"{module}.score"})
+        before = code_digests(config)
+        Path(edited).write_text("def score(response, reference): return 1.0\n")
+        assert list(before) == [module] and code_digests(config) not in ({}, before)
+        Path(edited).write_text("import cannot.this, spread.part\ndef score(response, reference): ...\n")
+
+
 def test_the_module_of_an_environment_id_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("my_env.py").write_text("LIMIT = 1\n")
     monkeypatch.syspath_prepend(Path.cwd())

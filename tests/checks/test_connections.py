@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.checks.connections import announce_wait, check_not_refused, explain_no_response
+from retrain.checks.connections import announce_wait, check_not_refused, explain_no_judge, explain_no_response
 from retrain.cli import run, train
 from retrain.config import load_config
 from retrain.config.reference import starter
@@ -35,6 +35,29 @@ def test_a_server_that_is_absent_is_announced_with_the_wait_and_its_command() ->
     )
     flags = "--port 9 --enable-lora --max-lora-rank 32 --logprobs-mode processed_logprobs"
     assert "vllm serve " in line and line.endswith(flags)
+
+
+@pytest.mark.parametrize(
+    ("location", "problem"),
+    [
+        ("https://other.example/v1/models?key=abc", "it redirects to https://other.example, which is not followed."),
+        ("/v1/models/", ""),
+    ],
+)
+def test_a_judge_that_redirects_to_another_server_is_none(location: str, problem: str) -> None:
+    class Redirecting(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(308)
+            self.send_header("Location", location)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        assert explain_no_judge(f"http://127.0.0.1:{server.server_port}/v1/models", "sk-1") == problem
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,10 @@ def test_links_to_runs_and_loops_in_a_folder_are_left_out(tmp_path: Path, capsys
         write_run(tmp_path / "elsewhere" / f"run{seed}", [0.1], training__seed=seed + 2)
     (tmp_path / "logs" / "latest").symlink_to("run2")
     (tmp_path / "logs" / "loop").symlink_to(".")
+    (tmp_path / "logs" / "up").symlink_to(tmp_path)
+    (tmp_path / "logs" / "itself").symlink_to("itself")
     (tmp_path / "logs" / "others").symlink_to("../elsewhere")
+    (tmp_path / "logs" / "same").symlink_to("others")
     names = [found.path.relative_to(tmp_path / "logs") for found in find_runs([tmp_path / "logs"])]
     assert list(map(str, names)) == ["others/run1", "others/run2", "run1", "run2"]
     assert [found.path.name for found in find_runs([tmp_path / "logs" / "latest"])] == ["latest"]

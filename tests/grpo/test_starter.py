@@ -192,6 +192,7 @@ def test_the_documented_model_and_data_files_train(tree: Path, capsys: pytest.Ca
 def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     words = ["max_steps=2", "save_steps=2", "per_device_train_batch_size=16", "max_completion_length=24"]
+    words += ["save_total_limit=1"]  # so that a resume deletes what it is resumed from
     assert run(["grpo", "configs/run/tiny.yaml", *words, "max_val_examples=2", "max_train_examples=16"]) == 0
     shown = capsys.readouterr().out
     assert "tiny on arithmetic: 16 prompts" in shown

@@ -200,6 +200,14 @@ def test_a_rate_limit_says_how_long_to_wait_and_all_requests_do(server: JudgeSer
     assert time.monotonic() - limited[0] >= (0.3 if header != "date" else 0.4)
 
 
+def test_a_server_that_redirects_to_another_is_no_judge(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-judge-1")
+    server.script = lambda body: refusal(308, "", {"Location": "https://other.example/v1/chat/completions?key=abc"})
+    moved = r"308 .*: it redirects to https://other.example, which is not followed"
+    with pytest.raises(ConfigError, match=moved):
+        build_reward(section(server))
+
+
 def test_a_long_wait_is_reported_once(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "LONGEST_WAIT_S", 0.3)
     monkeypatch.setattr(chat, "LONG_WAIT_S", 0.2)

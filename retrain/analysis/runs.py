@@ -212,12 +212,16 @@ def read_config(path: Path, state: JsonObject) -> tuple[TrainConfig, tuple[str, 
         trained = parse_recorded(text, "the checkpoint") if text else config
     except ConfigError:
         return config, ()  # of another version
+    if trained == config:
+        return config, ()
     # Since then, files may have moved, and the run may have been evaluated again.
     evaluation = {path for path in options_by_path() if path.startswith("eval.")}
     later = paths_where("path") | (paths_where("identity") & free_on_resume()) | evaluation
     edits = describe_differences(trained, config, options_by_path().keys() - later)
-    newer = {path: value for path, value in values_of(config).items() if path in later and path in values_of(trained)}
-    return (replace_values(trained, newer) if edits else config), tuple(edits)
+    if not edits:
+        return config, ()
+    now, known = values_of(config), values_of(trained).keys()
+    return replace_values(trained, {path: now[path] for path in later & now.keys() & known}), tuple(edits)
 
 
 def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[dict[int, Row], int]:
@@ -277,8 +281,9 @@ def _methods(runs: Sequence[RunRecord]) -> list[dict[str, object]]:
             # Without effect, its value is not part of the method.
             value = known[path].default if why_unused(known[path], run.config) else method[path]
             # Equal tables may have another order.
-            method[path] = next((other for other in written if other == value), value)
-            written.append(method[path])
+            if value not in written:
+                written.append(value)
+            method[path] = written[written.index(value)]
     # The same file or model in another place is the same.
     first: dict[tuple[str, str], object] = {}
     for run, method in zip(runs, methods, strict=True):

@@ -133,8 +133,11 @@ def build_condition(config: TrainConfig, condition: Mapping[str, object], source
 
 def override(config: TrainConfig, overrides: Mapping[str, object], source: str) -> TrainConfig:
     """The configuration with `{"section.key": value}` overrides, validated; `source` is its name in errors."""
-    tables = config.model_dump(by_alias=True)
-    return build_config({name: table for name, table in tables.items() if table is not None}, overrides, source)
+    return build_config(_tables_of(config), overrides, source)
+
+
+def _tables_of(config: TrainConfig) -> Tables:
+    return {name: table for name, table in config.model_dump(by_alias=True).items() if table is not None}
 
 
 def find_notes(config: TrainConfig, given: Collection[str] = ()) -> list[Note]:
@@ -157,8 +160,7 @@ def find_notes(config: TrainConfig, given: Collection[str] = ()) -> list[Note]:
 
 def dump_config(config: TrainConfig) -> str:
     """The configuration as TOML, which loads to an equal one."""
-    tables = config.model_dump(by_alias=True)
-    return format_toml({name: table for name, table in tables.items() if table is not None})
+    return format_toml(_tables_of(config))
 
 
 def _apply_overrides(tables: Tables, overrides: Mapping[str, object]) -> tuple[Tables, list[ConfigIssue]]:

@@ -51,8 +51,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 def explain_redirect(url: str, location: str) -> str:
     """Where a server sends its clients, if that is another one; a path of its own may be that of a single request."""
-    own, target = urlsplit(url), urlsplit(urljoin(url, location))
-    place = f"{target.scheme}://{target.hostname}{f':{target.port}' if target.port else ''}"
+    try:
+        own, target = urlsplit(url), urlsplit(urljoin(url, location))
+        place = f"{target.scheme}://{target.hostname}{f':{target.port}' if target.port else ''}"
+    except ValueError:
+        return "it redirects to what is no URL"
     is_other = location and (own.scheme, own.hostname, own.port) != (target.scheme, target.hostname, target.port)
     return f"it redirects to {place}, which is not followed" if is_other else ""
 

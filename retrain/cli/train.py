@@ -133,7 +133,9 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
             from retrain.storage.folder import restore_config  # noqa: PLC0415  (rarely needed)
 
             restore_config(path.parent, _echo)
-        overrides.setdefault("logging.log_dir", resumed)
+        # A link such as logs/latest may lead to another run tomorrow.
+        log_dir = str(path.parent.resolve()) if path.parent.is_symlink() else resumed
+        overrides.setdefault("logging.log_dir", log_dir)
         from retrain.storage.moved import find_moved_inputs  # noqa: PLC0415  (only needed here)
 
         moved = {option: value for option, value in find_moved_inputs(path).items() if option not in overrides}

@@ -41,6 +41,7 @@ def test_a_server_that_is_absent_is_announced_with_the_wait_and_its_command() ->
     ("location", "problem"),
     [
         ("https://other.example/v1/models?key=abc", "it redirects to https://other.example, which is not followed."),
+        ("https://other.example:none/v1", "it redirects to what is no URL."),
         ("/v1/models/", ""),
     ],
 )

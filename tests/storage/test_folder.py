@@ -263,6 +263,19 @@ def test_a_run_says_that_it_replaces_the_adapter_of_another_run(model: Path, tmp
     assert f"Try: --adapter-path {other}/adapter" in printed
 
 
+def test_a_run_resumed_through_a_link_records_its_own_folder(model: Path, tmp_path: Path) -> None:
+    logs, latest = tmp_path / "logs", tmp_path / "latest"
+    places = {"logging__log_dir": str(logs), "backend__adapter_path": str(logs / "adapter")}
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, **places))
+    latest.symlink_to(logs)
+    assert run(["--resume", str(latest), "--max-steps", "2"]) == 0
+    assert load_config(logs / "config.toml").logging.log_dir == str(logs)
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__seed=7, **places))
+    assert run(["--resume", str(tmp_path / "logs.1"), "--max-steps", "3"]) == 0
+    steps = [(tmp_path / name / "adapter" / "steps.txt").read_text() for name in ("logs", "logs.1")]
+    assert steps == ["1", "3"]
+
+
 @pytest.mark.slow
 def test_a_copied_run_and_one_named_through_a_link_replace_their_own_adapters(model: Path, tmp_path: Path) -> None:
     logs, copied, link = tmp_path / "logs", tmp_path / "copied", tmp_path / "link"

@@ -157,6 +157,10 @@ class PromptEncoder:
         """The same without caching, for prompts that do not repeat."""
         return self._cut_off(self._encode_whole(example))
 
+    def longest_whole(self, examples: Iterable[Example]) -> int:
+        """Tokens of the longest prompt before it is cut."""
+        return max((len(self._encode_whole(example)) for example in examples), default=0)
+
     def _encode_whole(self, example: Example) -> IntArray:
         return np.asarray(self._ids(self._messages(example)), dtype=np.int64)
 

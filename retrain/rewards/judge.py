@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
+from retrain.config.rules.urls import has_valid_port
 from retrain.errors import ConfigError
 from retrain.rewards.batch import BatchReward
 from retrain.rewards.chat import ChatClient, ChatError, ChatTimeout, Server, Usage
@@ -207,7 +208,7 @@ def find_server(section: schema.Reward) -> Server:
     """The server of `[reward]`, else of the environment variables; the key is always an environment variable."""
     url = section.judge_base_url or os.environ.get("OPENAI_BASE_URL", "") or DEFAULT_URL
     key = os.environ.get("OPENAI_API_KEY", "").strip()
-    if not re.match(r"https?://[^\s/]", url):
+    if not re.match(r"https?://[^\s/]", url, re.IGNORECASE) or not has_valid_port(url):
         raise ConfigError("OPENAI_BASE_URL is not a URL.  Try: OPENAI_BASE_URL=https://api.openai.com/v1")
     if "?" in url or "#" in url:
         # A key in the query would be shown in messages, and paths cannot be appended.

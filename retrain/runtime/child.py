@@ -20,7 +20,7 @@ def python_command() -> list[str]:
     By itself, it would look for Python's own modules in the working directory first, where the user's files are.
     """
     # As it did in this process, if that was started with -m.
-    is_first = sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
+    is_first = vars(sys.modules["__main__"]).get("__spec__") is not None and not sys.flags.safe_path
     return [sys.executable] if is_first else [sys.executable, "-P"]
 
 

@@ -57,13 +57,14 @@ def _student_encoder(config: TrainConfig, encoder: PromptEncoder, log: Callable[
     return PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, log)
 
 
-def check_known_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example]) -> None:
+def check_known_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example]) -> list[str]:
     """As `check_context`, before the models are loaded, if their files have the lengths."""
     section, context = config.teaching, known_context(config)
     student = read_context_length(find_model(section.student_model)) if section.student_model else context
-    if context is not None and student is not None:
-        reader = Reader(_student_encoder(config, encoder, lambda line: None), student)
-        check_context(Reader(encoder, context), reader, Templates.of(section), limits_of(config), examples)
+    if context is None or student is None:
+        return []
+    reader = Reader(_student_encoder(config, encoder, lambda line: None), student)
+    return check_context(Reader(encoder, context), reader, Templates.of(section), limits_of(config), examples)
 
 
 def limits_of(config: TrainConfig) -> tuple[int, int]:
@@ -73,9 +74,12 @@ def limits_of(config: TrainConfig) -> tuple[int, int]:
 
 def check_context(
     teacher: Reader, student: Reader, templates: Templates, limits: tuple[int, int], examples: Sequence[Example]
-) -> None:
-    """Raise for questions that do not fit a model's context; `limits` are tokens of the probe and of other answers."""
-    probe, max_tokens = limits
+) -> list[str]:
+    """Raise for questions that do not fit a model's context; returns sentences on prompts that are cut.
+
+    `limits` are tokens of the probe and of other answers.
+    """
+    (probe, max_tokens), cuts = limits, []
     for reader, who, template, filled, answer in (
         (student, "the baseline student", templates.baseline, 0, max_tokens),
         (student, "the probed student", templates.diagnostic, 0, probe),
@@ -84,10 +88,13 @@ def check_context(
     ):
         prompt = reader.longest(examples, template) + filled
         cut = reader.encoder.max_prompt_tokens
-        prompt = min(prompt, cut) if cut else prompt
+        if 0 < cut < prompt:
+            cuts.append(f"{who} reads up to {prompt} tokens, and max_prompt_tokens = {cut} keeps only the last ones")
+            prompt = cut
         if prompt + answer > reader.context_length:
             raise ConfigError(
                 f"[teaching] {who} reads up to {prompt} tokens and writes up to {answer}, which do not fit "
                 f"its context of {reader.context_length}.  Try: a smaller [training] max_tokens or "
                 "[teaching] max_probe_tokens, or a shorter template"
             )
+    return cuts

@@ -66,9 +66,8 @@ class Reader:
         return self.encoder.encode_once(example)[-max(1, self.context_length - room) :]
 
     def longest(self, examples: Iterable[Example], template: str) -> int:
-        """Tokens of the longest question in a template, other variables empty."""
-        bare = (ask(template, example, approach="", teaching="") for example in examples)
-        return max((len(self.encoder.encode_once(example)) for example in bare), default=0)
+        """Tokens of the longest question in a template before it is cut, other variables empty."""
+        return self.encoder.longest_whole(ask(template, example, approach="", teaching="") for example in examples)
 
 
 def ask(template: str, example: Example, **texts: str) -> Example:

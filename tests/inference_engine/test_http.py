@@ -462,7 +462,7 @@ def test_a_server_that_hangs_does_not_delay_the_end(
 def test_a_server_that_always_fails_costs_nothing_if_there_is_another(
     model: Path, rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.1)
     with Loopback(model) as second:
         one = rig(server, second)
         one.check()

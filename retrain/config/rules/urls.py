@@ -23,7 +23,7 @@ _SECRET = re.compile(
 # The name of a variable, or text that is not a key, like the special tokens of a tokenizer.
 _HARMLESS = re.compile(r"\$?\{?[A-Z][A-Z0-9_]*\}?|.*[\s<>].*", re.DOTALL)
 _SHORTEST = 6
-_URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
+_URL = re.compile(r"https?://[^\s/,]+[^\s,]*", re.IGNORECASE)
 
 
 def check_urls(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -36,11 +36,8 @@ def check_urls(config: TrainConfig) -> Iterator[ConfigIssue]:
             if not _URL.fullmatch(url):
                 bare = url if _HOST.fullmatch(url) else "localhost:8000"
                 yield option_issue(path, f"has {_without_query(url)!r}, which is not a URL.", f"Try: http://{bare}")
-            elif not _has_valid_port(url):
-                text = f"has {_without_query(url)!r}, which has no valid port."
-                yield option_issue(path, text, "Try: a port from 1 to 65535")
             else:
-                yield from _check_secrets(path, url, variable)
+                yield from _check_address(path, url, variable)
 
 
 def check_judge_url(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -49,7 +46,7 @@ def check_judge_url(config: TrainConfig) -> Iterator[ConfigIssue]:
     if url and not _URL.fullmatch(url):
         yield option_issue(path, f"is {_without_query(url)!r}, not a URL.", "Try: http://localhost:8000/v1")
     elif url:
-        yield from _check_secrets(path, url, "OPENAI_API_KEY")
+        yield from _check_address(path, url, "OPENAI_API_KEY")
 
 
 def check_arguments(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -74,6 +71,14 @@ def _find_secrets(value: object, name: str) -> Iterator[str]:
             yield name
 
 
+def _check_address(path: str, url: str, variable: str) -> Iterator[ConfigIssue]:
+    if has_valid_port(url):
+        yield from _check_secrets(path, url, variable)
+    else:
+        text = f"has {_without_query(url)!r}, which has no valid port."
+        yield option_issue(path, text, "Try: a port from 1 to 65535")
+
+
 def _check_secrets(path: str, url: str, variable: str) -> Iterator[ConfigIssue]:
     """A run stores its configuration; keys come from the environment. The message does not show the URL."""
     hint = f"Try: put the key into {variable}, in .env"
@@ -88,7 +93,8 @@ def _without_query(url: str) -> str:
     return redact(re.split(r"[?#]", url, maxsplit=1)[0])
 
 
-def _has_valid_port(url: str) -> bool:
+def has_valid_port(url: str) -> bool:
+    """Whether the port of a URL is a number that a server can have, if there is one."""
     try:
         return urlsplit(url).port != 0
     except ValueError:

@@ -290,11 +290,12 @@ class DataTasks:
         config, log = self.config, self.console.print
         self.encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, log)
         self.examples = _load_training_examples(config, self.encoder, log)
-        self.held_out = load_held_out(config)
+        self.held_out = load_held_out(config, log)
         if shared := describe_shared(self.examples, self.held_out):
             log(f"Warning: {shared}")
         for table, asked in self._asked().items():
-            if cut := self.encoder.describe_cut(asked):
+            # With teaching, a question is only part of a prompt.
+            if not config.teaching.enabled and (cut := self.encoder.describe_cut(asked)):
                 log(f"Note: of {plural(len(asked), 'prompt')} of {table}, {cut}.")
         check_prompt_tokens(config, self.encoder, self._asked())
         context = known_context(config) if config.backend.backend == "local" else None
@@ -311,7 +312,9 @@ class DataTasks:
             scorer = build_teaching_scorer(config, backend, self.encoder, self.reward, self.console)
             self.stack.callback(scorer.close)
             examples, student = list(chain.from_iterable(asked.values())), scorer.student
-            check_context(scorer.teacher, student.reader, student.templates, limits_of(config), examples)
+            cuts = check_context(scorer.teacher, student.reader, student.templates, limits_of(config), examples)
+            for line in cuts:
+                self.console.print(f"Note: [teaching] {line}.")
             return scorer
         check_prompts(config, self.encoder, asked, backend.capabilities.context_length)
         return Scorer(self.encoder, self.reward, self.console.print, self.console.progress)
@@ -334,9 +337,9 @@ def _load_training_examples(
         most = config.training.max_examples
         log(f"Examples are generated during the run ({config.data.source}{f', {most} in all' if most else ''})")
         return examples
-    if config.training.max_examples:
-        examples = examples[: config.training.max_examples]
-    log(f"Loaded {plural(len(examples), 'example', form='d')}")
+    total, most = len(examples), config.training.max_examples or len(examples)
+    examples = examples[:most]
+    log(f"Loaded {plural(len(examples), 'example', form='d')}{f' (the first of {total})' if most < total else ''}")
     encoder.longest(examples)
     log(f"Pre-encoded {plural(len(examples), 'prompt', form='d')}")
     return examples

@@ -321,6 +321,7 @@ def _try_judge(config: TrainConfig) -> str:
 
 def _try_environment(config: TrainConfig) -> str | Doubt:
     """Load the environment and the splits that the run uses."""
+    from retrain.data import sample_held_out  # noqa: PLC0415
     from retrain.environments import build_environment, load_split  # noqa: PLC0415
 
     section = config.environment.model_copy(update={"auto_install": False})
@@ -334,7 +335,8 @@ def _try_environment(config: TrainConfig) -> str | Doubt:
     found = f"{section.id or section.provider} loaded: {_count(examples)}"
     asked = list(examples[:FIRST_EXAMPLES])
     if config.eval.every:
-        held_out = load_split(environment, section, config.eval.split)[: config.eval.max_examples]
+        split = load_split(environment, section, config.eval.split)
+        held_out = sample_held_out(split, config.eval.max_examples, lambda line: None)
         found += f", {len(held_out):,} held out"
         asked += held_out[:FIRST_EXAMPLES]
     size, doubt = measure_prompts(config, environment, asked)
@@ -404,18 +406,22 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
     encoder = PromptEncoder(tokenizer, config.data.system_prompt, training.max_prompt_tokens, lambda line: None)
     check_prompt_tokens(config, encoder, {table: longest})
     if config.teaching.enabled:
-        check_known_context(config, encoder, longest)
+        cuts = check_known_context(config, encoder, longest)
+        fix = "a larger max_prompt_tokens, or a shorter template"
     else:
         check_prompts(config, encoder, {table: longest}, context)
-    found = f"up to {encoder.longest(longest)} of {context:,} tokens"
-    if cut := encoder.describe_cut(longest):
         few = f"the {MEASURED} longest" if len(longest) < len(examples) else plural(len(longest), "prompt")
-        return Doubt(f"of {few}, {cut}, from the left.  Try: max_prompt_tokens = 0, or shorter prompts")
-    shared = 0
+        cuts = [f"of {few}, {cut}, from the left"] if (cut := encoder.describe_cut(longest)) else []
+        # Uncut, they may not fit.
+        fits = encoder.longest_whole(longest) + training.max_tokens <= context
+        fix = (
+            "max_prompt_tokens = 0, or shorter prompts" if fits else "shorter prompts, or a model with a longer context"
+        )
+    found, shared = f"up to {encoder.longest(longest)} of {context:,} tokens", 0
     if table == "[eval]" and "[data]" in _tables_with_files(config):
         with suppress(RetrainError):
             shared = count_shared(load_training(), examples)
     if shared:
-        fix = "Try: set [eval] path or source to problems that are not trained on"
-        return Doubt(f"{found}; {shared} of {len(examples)} are also in [data].  {fix}")
-    return found
+        fix = "set [eval] path or source to problems that are not trained on"
+        cuts = [found, *cuts, f"{shared} of {len(examples)} are also in [data]"]
+    return Doubt(f"{'; '.join(cuts)}.  Try: {fix}") if cuts else found

@@ -40,7 +40,10 @@ def measure_prompts(config: TrainConfig, environment: Environment, examples: Seq
     first = _count_first_turn(environment, examples[0], template)
     if 0 < most < context:
         cut = f"the first turn has {first} tokens, and [training] max_prompt_tokens = {most} cuts off its beginning"
-        return "", f"{cut}, tools included.  Try: max_prompt_tokens = 0" if first > most else ""
+        # Uncut, it may not fit.
+        others = "shorter prompts, fewer tools, or a model with a longer context"
+        fix = "max_prompt_tokens = 0" if first + config.training.max_tokens <= context else others
+        return "", f"{cut}, tools included.  Try: {fix}" if first > most else ""
     if first >= context:
         raise RetrainError(
             f"the first turn has {first} tokens, and the context length is {context}.  "

@@ -6,7 +6,7 @@ your own class. A source is instantiated with the `[data]` table and has one met
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ from retrain.data.order import (
     describe_shared,
     digest_of,
     is_same_digest,
+    sample_held_out,
 )
 from retrain.errors import PluginError, blaming
 from retrain.plugins import REGISTRIES, is_plugin
@@ -45,6 +46,7 @@ __all__ = [
     "load_examples",
     "load_held_out",
     "reads_file",
+    "sample_held_out",
 ]
 
 
@@ -103,15 +105,12 @@ def held_out_section(config: TrainConfig) -> schema.Data:
     return config.data.model_copy(update=changes)
 
 
-def load_held_out(config: TrainConfig) -> Sequence[Example]:
+def load_held_out(config: TrainConfig, log: Callable[[str], None] = lambda line: None) -> Sequence[Example]:
     """Examples for evaluation; none if it is off."""
     if not config.eval.every:
         return []
     held_out = load_examples(held_out_section(config), config.plugins.search_paths)
-    if isinstance(held_out, Endless):
-        # The same examples for every seed, so that runs are comparable.
-        held_out = held_out.reseed(0)
-    return held_out[: config.eval.max_examples]
+    return sample_held_out(held_out, config.eval.max_examples, log)
 
 
 def _checked(who: str, examples: Sequence[Example]) -> Sequence[Example]:

@@ -2,6 +2,7 @@ r"""The `math` source: five subjects of the MATH competition problems (Hendrycks
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from retrain.data.hub import load_rows
@@ -33,15 +34,21 @@ class MathSource:
                 "[data] subset", f"is {section.subset!r}.", f"Known: {', '.join(SUBJECTS + EASY_SUBJECTS)}."
             )
             raise ConfigError("there is no such MATH subject.", (problem,))
-        examples = []
-        for subject in (section.subset,) if section.subset else SUBJECTS:
-            for index, row in enumerate(load_rows(DATASET, subject, section.split)):
-                prompt = f"{row['problem']}\n\n{BOX_INSTRUCTION}"
-                meta = {"subject": subject, "level": row["level"]}
-                examples.append(
-                    Example(prompt, _read_answer(row["solution"]), f"{subject}/{section.split}/{index}", meta)
-                )
-        return examples
+        subjects = (self._load_subject(subject) for subject in ((section.subset,) if section.subset else SUBJECTS))
+        # In turn, so that the first n problems are of all subjects.
+        return [example for turn in zip_longest(*subjects) for example in turn if example is not None]
+
+    def _load_subject(self, subject: str) -> list[Example]:
+        split = self._section.split
+        return [
+            Example(
+                f"{row['problem']}\n\n{BOX_INSTRUCTION}",
+                _read_answer(row["solution"]),
+                f"{subject}/{split}/{index}",
+                {"subject": subject, "level": row["level"]},
+            )
+            for index, row in enumerate(load_rows(DATASET, subject, split))
+        ]
 
 
 def _read_answer(solution: str) -> str:

@@ -88,7 +88,7 @@ def write_number(value: Real | float) -> str:
 class Lazy(Sequence[Example]):
     """Examples that are generated on access, each from its index."""
 
-    def __init__(self, make: Callable[[int], Example], places: range) -> None:
+    def __init__(self, make: Callable[[int], Example], places: Sequence[int]) -> None:
         self._make = make
         self._places = places
 
@@ -187,7 +187,22 @@ def count_examples(training: schema.Training, examples: Sequence[Example]) -> in
     if isinstance(examples, Endless) and not training.max_examples:
         raise ConfigError(f"[training] epochs {'  '.join(endless_epochs(training))}")
     count = min(len(examples), training.max_examples or len(examples))
-    return max(1, math.ceil(training.epochs * count))
+    # As decimals: 1.1 epochs of 100 examples are 110, and the product of floats is above that.
+    return max(1, math.ceil(Decimal(str(training.epochs)) * count))
+
+
+def sample_held_out(examples: Sequence[Example], count: int, log: Callable[[str], None]) -> Sequence[Example]:
+    """The problems of every evaluation, the same ones for every seed.
+
+    They are drawn at random, since files are often sorted by subject or difficulty. An endless source is random itself.
+    """
+    if isinstance(examples, Endless):
+        return examples.reseed(0)[:count]
+    if len(examples) <= count:
+        return examples
+    log(f"Evaluating {count:,} of {len(examples):,} held-out problems ([eval] max_examples), the same in every run")
+    places = sorted(random.Random("held out").sample(range(len(examples)), count))
+    return Lazy(examples.__getitem__, places) if isinstance(examples, Lazy) else [examples[place] for place in places]
 
 
 def digest_of(examples: Iterable[Example]) -> str:
@@ -230,4 +245,8 @@ def describe_shared(examples: Sequence[Example], held_out: Sequence[Example]) ->
 
 
 def _key(example: Example) -> str:
-    return repr(example.prompt)
+    """What is asked: text is one message of a user."""
+    messages = example.prompt
+    if not isinstance(messages, str) and [message["role"] for message in messages] == ["user"]:
+        messages = str(messages[0]["content"])
+    return messages.strip() if isinstance(messages, str) else repr(messages)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from retrain.backends import Backend
 from retrain.checks.vocabulary import check_template
 from retrain.config import TrainConfig
-from retrain.data import Endless
+from retrain.data import Endless, sample_held_out
 from retrain.environments.chat import Limits
 from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.runner import EnvironmentRunner, Rules
@@ -37,7 +37,12 @@ class EnvironmentTasks:
             is_endless = isinstance(self.examples, Endless)
             many = "an unlimited number of examples" if is_endless else plural(len(self.examples), "example", form="d")
             console.print(f"Loaded {many}")
-            self.held_out = self._held_out() if config.eval.every else []
+            self.held_out: Sequence[Example] = []
+            self.has_one_split = False
+            if config.eval.every:
+                held_out = self.environment.examples(config.eval.split)
+                self.has_one_split = _begin_alike(self.examples, held_out)
+                self.held_out = sample_held_out(held_out, config.eval.max_examples, console.print)
         except BaseException:
             self.environment.end()
             raise
@@ -50,19 +55,12 @@ class EnvironmentTasks:
                 "Warning: the tokenizer has no chat template; conversations are formatted as plain text."
             )
         check_template(self.config, tokenizer)
-        if self._has_one_split():
+        if self.has_one_split:
             self.console.print(
                 "Note: the environment has the same problems for training and for evaluation, so held-out results are "
                 "those of problems that are trained on."
             )
         return self.examples, self.held_out
-
-    def _has_one_split(self) -> bool:
-        """Whether the first problems of both splits are equal; all of them would take long to fetch."""
-        first = [(example.prompt, example.reference, example.id) for example in self.held_out[:SPLIT_CHECKED]]
-        if isinstance(self.examples, Endless) or not first:
-            return False
-        return first == [(example.prompt, example.reference, example.id) for example in self.examples[: len(first)]]
 
     def scorer(self, backend: Backend) -> RolloutScorer:
         """The runner, which needs the model's context length."""
@@ -83,9 +81,10 @@ class EnvironmentTasks:
             self.runner.close()
         self.environment.end()
 
-    def _held_out(self) -> Sequence[Example]:
-        examples = self.environment.examples(self.config.eval.split)
-        if isinstance(examples, Endless):
-            # The same tasks for every run and seed, so that runs can be compared.
-            examples = examples.reseed(0)
-        return examples[: self.config.eval.max_examples]
+
+def _begin_alike(examples: Sequence[Example], held_out: Sequence[Example]) -> bool:
+    """Whether the first problems of both splits are equal; all of them would take long to fetch."""
+    if isinstance(examples, Endless) or isinstance(held_out, Endless):
+        return False
+    first = [(example.prompt, example.reference, example.id) for example in held_out[:SPLIT_CHECKED]]
+    return bool(first) and first == [(one.prompt, one.reference, one.id) for one in examples[: len(first)]]

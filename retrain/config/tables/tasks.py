@@ -95,7 +95,9 @@ class Eval(Section):
     split: str = option(
         "test", "Split to evaluate on; must differ from [data] split.", min_length=1, unused=reasons.needs_splits
     )
-    max_examples: BoundedInt = option(128, "Number of held-out problems, always the same ones.", ge=1)
+    max_examples: BoundedInt = option(
+        128, "Most held-out problems to evaluate; of more, the same random ones in every run.", ge=1
+    )
     samples: BoundedInt = option(1, "Completions per problem, for pass@1 and unbiased pass@k.", ge=1)
     k: BoundedInt = option(0, "The k of pass@k; 0 uses the number of samples.", ge=0, held_out=False)
     temperature: float = option(

@@ -22,8 +22,9 @@ from retrain.config.toml import format_value, show_value
 from retrain.config.unused import why_unused
 from retrain.errors import ConfigError
 from retrain.runtime.text import list_some
+from retrain.storage.aside import CONFIG_FILE
 from retrain.storage.checkpoint import read_settings, read_state
-from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH, describe_differences, subfolders
+from retrain.storage.folder import SEARCH_DEPTH, describe_differences, subfolders
 from retrain.storage.logs import EVALS, MANIFEST, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
 
@@ -239,30 +240,42 @@ def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[d
 def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Add options to the labels of conditions that have the same label and differ in them."""
     settings = _methods(runs)
-    columns = {path: [options[path] for options in settings] for path in settings[0]} if runs else {}
-    ways = {path: _choose_way(path, values) for path, values in columns.items() if values.count(values[0]) < len(runs)}
+    names = _label_names(settings)
+    ways = {path: _choose_way(path, [options[path] for options in settings]) for path in names}
     labelled = []
     for run, options in zip(runs, settings, strict=True):
         others = [values for other, values in zip(runs, settings, strict=True) if other.condition == run.condition]
         differing = [path for path in options if any(values.get(path) != options[path] for values in others)]
-        keys = Counter(path.split(".")[-1] for path in differing)
-        names = {path: key if keys[key := path.split(".")[-1]] == 1 else path for path in differing}
-        extra = "".join(f",{name}={ways[path](options[path])}" for path, name in names.items())
+        extra = "".join(f",{names[path]}={ways[path](options[path])}" for path in differing)
         labelled.append(replace(run, condition=run.condition + extra))
     return labelled
 
 
 def find_unlabelled(runs: Sequence[RunRecord], baseline: str) -> list[str]:
     """Sentences on options in which a condition differs from the baseline, and that no label shows."""
-    methods = {run.condition: method for run, method in zip(runs, _methods(runs), strict=True)}
+    settings = _methods(runs)
+    names = _label_names(settings)
+    methods = {run.condition: method for run, method in zip(runs, settings, strict=True)}
     first, found = methods.get(baseline, {}), []
-    for name, method in methods.items():
-        shown = {path for path in method if all(f"{path.split('.')[-1]}=" in label for label in (name, baseline))}
+    for label, method in methods.items():
+        shown = {path for path, name in names.items() if _shows(label, path, name) and _shows(baseline, path, name)}
         differing = [p for p in method if p not in shown | _IN_LABELS and first and method[p] != first.get(p)]
         if differing:
             both = [f"{path} ({', '.join(_tell_apart(path, method[path], first.get(path)))})" for path in differing]
-            found.append(f"{name} and {baseline} also differ in {list_some(both)}.")
+            found.append(f"{label} and {baseline} also differ in {list_some(both)}.")
     return found
+
+
+def _label_names(settings: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """What labels call the options in which these differ: the key, if only one of them has it."""
+    paths = settings[0] if settings else ()
+    differing = [path for path in paths if any(options[path] != settings[0][path] for options in settings)]
+    keys = Counter(path.split(".")[-1] for path in differing)
+    return {path: key if keys[key := path.split(".")[-1]] == 1 else path for path in differing}
+
+
+def _shows(label: str, path: str, name: str) -> bool:
+    return any(re.search(rf"(?<![A-Za-z0-9.]){re.escape(each)}=", label) for each in (path, name))
 
 
 def _methods(runs: Sequence[RunRecord]) -> list[dict[str, object]]:

@@ -19,13 +19,9 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
 from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.runtime.version import version
+from retrain.storage.aside import CONFIG_FILE
 from retrain.storage.checkpoint import Checkpoints, read_state
-from retrain.storage.folder import (
-    CONFIG_FILE,
-    describe_differences,
-    meaningful_differences,
-    with_absolute_paths,
-)
+from retrain.storage.folder import describe_differences, meaningful_differences, with_absolute_paths
 from retrain.storage.inputs import (
     digest_file_of_data,
     digest_file_of_held_out,

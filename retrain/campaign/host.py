@@ -24,7 +24,7 @@ from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact
 from retrain.runtime.child import end_with_parent
 from retrain.runtime.interrupts import INTERRUPTED
-from retrain.storage.folder import CONFIG_FILE
+from retrain.storage.aside import CONFIG_FILE
 from retrain.tracking.console import Console
 from retrain.trainer import train
 from retrain.types import StepMetrics

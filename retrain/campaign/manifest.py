@@ -83,8 +83,8 @@ class Manifest:
         self.write()
 
     def write(self) -> None:
-        """Replace the file atomically."""
-        replace_file(self.folder / MANIFEST, json.dumps(self.table, indent=1, ensure_ascii=False))
+        """Replace the file atomically; JSON has no dates, which TOML has."""
+        replace_file(self.folder / MANIFEST, json.dumps(self.table, indent=1, ensure_ascii=False, default=str))
 
 
 def read_table(folder: Path) -> Record:

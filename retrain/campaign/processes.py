@@ -16,8 +16,9 @@ from retrain.config import dump_config
 from retrain.errors import CheckpointError
 from retrain.isolation.redaction import redact
 from retrain.runtime.child import CHILD, PARENT, python_command
+from retrain.storage.aside import CONFIG_FILE, RUN_FILES
 from retrain.storage.checkpoint import Checkpoints, replace_file
-from retrain.storage.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
+from retrain.storage.folder import with_absolute_paths
 
 STDOUT, STDERR = "stdout.log", "stderr.log"
 _ERROR_LINES = 3

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from retrain.analysis.health import METRIC_KEYS, Check, check_health
 from retrain.runtime.text import plural
+from retrain.storage.aside import CONFIG_FILE, LOCK_FILE
 from retrain.storage.checkpoint import STATE_FILE, last_edit, read_state
-from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.storage.publishing import is_alive
 from retrain.storage.tail import Tail

@@ -21,7 +21,7 @@ from retrain.campaign.processes import STDERR, RunExit, RunProcess, has_checkpoi
 from retrain.config import dump_config, load_config
 from retrain.errors import ConfigError
 from retrain.runtime.packages import missing
-from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
+from retrain.storage.aside import CONFIG_FILE, LOCK_FILE
 
 try:
     import ray

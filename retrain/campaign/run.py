@@ -40,8 +40,9 @@ from retrain.errors import ConfigError, MissingExtraError, PluginError
 from retrain.losses import build_loss
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.runtime.text import list_some, plural, shorten_path
+from retrain.storage.aside import CONFIG_FILE, holds_run, require_unoccupied, step_aside
 from retrain.storage.checkpoint import explain_write_error, replace_file
-from retrain.storage.folder import CONFIG_FILE, lock_folder, step_aside
+from retrain.storage.folder import lock_folder
 from retrain.storage.logs import EVALS, MANIFEST, METRICS
 from retrain.types import JsonObject
 
@@ -72,9 +73,11 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     for line in sorted(absent_servers):
         screen.log(line)
     executor = build_executor(config, folder, screen.log)
-    if earlier is None and (folder / METRICS).exists() and not is_locked(folder):
-        moved = step_aside(folder)
-        screen.log(f"{shorten_path(folder)} contained an earlier run, which was moved to {shorten_path(Path(moved))}.")
+    if earlier is None:
+        require_unoccupied(folder)
+        if holds_run(folder) and not is_locked(folder):
+            moved, _ = step_aside(folder)
+            screen.log(f"{shorten_path(folder)} contained an earlier run, which was moved to {shorten_path(moved)}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)

@@ -97,7 +97,7 @@ def _print_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 def print_json(data: object) -> None:
     """Print indented JSON."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))  # JSON has no dates, which TOML has
 
 
 def confirm_overwrite(path: Path, force: bool) -> None:

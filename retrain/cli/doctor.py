@@ -35,7 +35,7 @@ from retrain.checks.preflight import (
 from retrain.checks.processes import LAUNCH_NOTE, needs_launch
 from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import announce_if_slow, print_heading, print_json, print_table
-from retrain.cli.estimate import check_resumed, list_runs
+from retrain.cli.estimate import check_log_dir, check_resumed, list_runs
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config, strict_option
 from retrain.cli.trial import Trial, start_trials
 from retrain.config import TrainConfig
@@ -316,11 +316,12 @@ def _check_inputs(config: TrainConfig) -> Iterator[Check]:
 
 
 def _check_earlier(config: TrainConfig) -> Iterator[Check]:
-    """Whether the run to resume, or the campaign that is in the folder already, can be continued."""
+    """Whether the run to resume, or the campaign that is in the folder already, can be continued, or one can begin."""
     path = config.resume.from_
     where = "[resume] from" if path else "[logging] log_dir"
     try:
         check_resumed(config, "the campaign")
+        check_log_dir(config)
     except RetrainError as error:
         other = f"set {where} to {'a run' if path else 'another folder'}"
         yield Check("files", where, "missing", *_split_fix(" ".join(str(error).split()), other))
@@ -343,7 +344,9 @@ def _check_rows(config: TrainConfig, where: str, path: str) -> Check:
     except RetrainError as error:
         problem = " ".join(str(error).split())
         return Check("files", where, "missing", *_split_fix(problem, f"fix the file, or set {where} to another"))
-    return Check("files", where, "ok", f"{path} ({plural(count, 'example')})")
+    is_cut = where == "[eval] path" and config.eval.every and config.eval.max_examples < count
+    cut = f", {config.eval.max_examples} of them evaluated" if is_cut else ""
+    return Check("files", where, "ok", f"{path} ({plural(count, 'example')}{cut})")
 
 
 def _written_folders(config: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -72,6 +72,16 @@ def check_resumed(config: TrainConfig, file: str) -> None:
         check_earlier(Manifest.read(folder), config, runs, is_resumed)
 
 
+def check_log_dir(config: TrainConfig) -> None:
+    """Raise if a new run or campaign would replace files that retrain did not write."""
+    from retrain.storage.aside import require_unoccupied  # noqa: PLC0415
+
+    # That of a campaign without a name does not exist yet.
+    folder = config.campaign_folder if config.kind == "campaign" else config.logging.log_dir
+    if config.kind != "squeeze" and not config.resume.from_ and folder:
+        require_unoccupied(Path(folder).expanduser())
+
+
 def steps_per_run(config: TrainConfig) -> int | None:
     """Steps of one run; None if only loading its data or environment would show how many its epochs have."""
     if config.campaign is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from pydantic import BaseModel
 
 from retrain.campaign.plan import Run, find_limits, name_conditions, runs_at_once, split_conditions
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
@@ -21,6 +22,7 @@ from retrain.cli.estimate import (
     CACHE_IS_FREED,
     MEMORY_LABELS,
     UNKNOWN_STEPS,
+    check_log_dir,
     check_resumed,
     estimate_time,
     find_assumptions,
@@ -197,6 +199,7 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
         if not blockers and config.kind != "squeeze":
             check_files_of_problems(list(conditions.values()))
         check_resumed(config, file)
+        check_log_dir(config)
     except RetrainError as error:
         blockers.append(str(error))
     return blockers
@@ -299,9 +302,13 @@ def list_files(config: TrainConfig) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """Tuples and models as JSON values, so that they compare and print alike."""
-    plain: object = json.loads(json.dumps(value, default=lambda item: item.model_dump(by_alias=True)))
+    """Tuples, models and dates as JSON values, so that they compare and print alike."""
+    plain: object = json.loads(json.dumps(value, default=_write))
     return plain
+
+
+def _write(item: object) -> object:
+    return item.model_dump(by_alias=True) if isinstance(item, BaseModel) else str(item)
 
 
 def _shorten(value: object) -> str:

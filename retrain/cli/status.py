@@ -26,8 +26,9 @@ from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_line, print_table
 from retrain.cli.health import print_health
 from retrain.errors import ConfigError, RetrainError
+from retrain.storage.aside import CONFIG_FILE, RUN_FILES
 from retrain.storage.checkpoint import STATE_FILE, Checkpoints
-from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH, subfolders
+from retrain.storage.folder import SEARCH_DEPTH, subfolders
 from retrain.storage.logs import MANIFEST, METRICS
 
 

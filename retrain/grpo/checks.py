@@ -24,8 +24,9 @@ from retrain.data.hub import FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.grpo.settings import FILES, OWN_SETS, RunSettings, advise_split
 from retrain.modeling.files import find_model
+from retrain.storage.aside import LOCK_FILE
 from retrain.storage.checkpoint import STATE_FILE
-from retrain.storage.folder import LOCK_FILE, lock_folder
+from retrain.storage.folder import lock_folder
 
 OUTPUT = "trainer_output"
 """Default of transformers for output_dir."""
@@ -45,19 +46,29 @@ def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None
         if not any(next(Path(wanted).glob(pattern), None) for pattern in WEIGHTS):
             hint = f"Try: a folder checkpoint-N, or true for the newest in {output_dir}"
             raise ConfigError(f"resume_from_checkpoint = {wanted!r}: there is no checkpoint.  {hint}")
-        return Path(wanted)
+        return _with_state(Path(wanted))
     states = {path: path.parent.name.rpartition("-")[2] for path in Path(output_dir).glob(f"checkpoint-*/{STATE_FILE}")}
     numbered = [path for path, step in states.items() if step.isdigit()]
     if not numbered:
         raise ConfigError(f"resume_from_checkpoint=true, but there is no checkpoint in {output_dir}.")
     newest = max(numbered, key=lambda path: (path.stat().st_mtime_ns, int(states[path])))
     # A copied folder has new times, in any order. What a run has logged begins with what its earlier checkpoints have.
-    logged = _read_history(newest)
-    later = [path for path in numbered if logged and _read_history(path)[: len(logged)] == logged]
-    return max(later or [newest], key=lambda path: int(states[path])).parent
+    logged = read_history(newest)
+    later = [path for path in numbered if logged and read_history(path)[: len(logged)] == logged]
+    return _with_state(max(later or [newest], key=lambda path: int(states[path])).parent)
 
 
-def _read_history(state: Path) -> list[Any]:
+def _with_state(checkpoint: Path) -> Path:
+    """Raise if transformers could not read how far the checkpoint is."""
+    try:
+        json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{checkpoint / STATE_FILE} cannot be read: {error}.  Try: another checkpoint") from error
+    return checkpoint
+
+
+def read_history(state: Path) -> list[Any]:
+    """The rows that a run had logged at a checkpoint, from its state file; empty if that cannot be read."""
     try:
         return list(json.loads(state.read_text(encoding="utf-8"))["log_history"])
     except (OSError, ValueError, KeyError, TypeError):

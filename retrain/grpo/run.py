@@ -19,7 +19,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from retrain.builtin import resolve_model
 from retrain.errors import ConfigError
-from retrain.grpo.checks import choose_checkpoint
+from retrain.grpo.checks import choose_checkpoint, read_history
 from retrain.grpo.config import GRPOConfig, rename_dtype
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
@@ -49,7 +49,7 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     for line in describe_resume(checkpoint, args) if checkpoint is not None else ():
         say(line)
     # Rows before a resume may be of other problems. The checkpoint may be gone at the end (save_total_limit).
-    rows_before = _count_rows(checkpoint)
+    rows_before = len(read_history(checkpoint / TRAINER_STATE_NAME)) if checkpoint is not None else 0
     name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
     started = time.time()
     with contextlib.ExitStack() as pools:
@@ -68,13 +68,6 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     held_out = f", held-out {name} {describe_change(found, result.global_step)}" if found else ""
     say(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {args.output_dir}.")
     return trainer
-
-
-def _count_rows(checkpoint: Path | None) -> int:
-    """The number of rows in the log of a checkpoint that is resumed."""
-    if checkpoint is None:
-        return 0
-    return len(json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")).get("log_history", []))
 
 
 def describe_change(values: Mapping[int, float], steps: int) -> str:

@@ -14,8 +14,8 @@ from retrain.analysis.scoring import read_inputs
 from retrain.config import TrainConfig
 from retrain.report.columns import Columns
 from retrain.report.completions import CompletionIndex
+from retrain.storage.aside import CONFIG_FILE
 from retrain.storage.checkpoint import last_edit, read_state
-from retrain.storage.folder import CONFIG_FILE
 from retrain.storage.logs import EVALS, GENERATIONS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.storage.tail import Tail
 from retrain.types import JsonObject

@@ -19,8 +19,8 @@ from retrain.modeling.digest import digest_models
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import list_some
 from retrain.seeding import fresh_seed
+from retrain.storage.aside import CONFIG_FILE, LOCK_FILE, holds_run, is_not_empty, require_unoccupied, step_aside
 from retrain.storage.checkpoint import (
-    STATE_FILE,
     Checkpoint,
     Checkpoints,
     explain_write_error,
@@ -28,26 +28,23 @@ from retrain.storage.checkpoint import (
     replace_file,
 )
 from retrain.storage.inputs import find_changed_models, find_moved_files, find_moved_models
-from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
+from retrain.storage.logs import EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
 from retrain.storage.publishing import other_run, why_kept
 from retrain.storage.recording import drop_recordings, find_recordings
 
-CONFIG_FILE = "config.toml"
-LOCK_FILE = ".lock"
 # Depth of the search for runs in folders.
 SEARCH_DEPTH = 4
-
-# Contents of a folder with a run.
-RUN_FILES = (STATE_FILE, *FILES, EVAL_PROBLEMS, "checkpoints", "rollouts")
 
 
 def subfolders(folder: Path, root: Path) -> list[Path]:
     """Folders in which runs are searched for: no hidden ones, and no links to what is found without them."""
     inside = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
-    found, top = {path: path for path in inside if not path.is_symlink()}, root.resolve()
+    found = {path: path for path in inside if not path.is_symlink()}
+    # A link may have led to this folder.
+    tops = (root.resolve(), folder.resolve())
     for link in (path for path in inside if path.is_symlink()):
         target = link.resolve()
-        if not target.is_relative_to(top) and not top.is_relative_to(target):
+        if not any(target.is_relative_to(top) or top.is_relative_to(target) for top in tops):
             found.setdefault(target, link)
     return sorted(found.values())
 
@@ -71,6 +68,10 @@ class RunFolder:
         self.resumed = Path(config.resume.from_).expanduser() if config.resume.from_ else None
         self._new = [each for each in (self.path / LOCK_FILE, self.path, *self.path.parents) if not each.exists()]
         """What did not exist before, inside out; removed again by a run that is rejected before it begins."""
+        if self.resumed is None:
+            require_unoccupied(self.path)
+        else:
+            _require_free(self.path, self.resumed)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = lock_folder(self.path)
@@ -111,7 +112,7 @@ class RunFolder:
                 restore_logs(self.path, changed, self.checkpoint.step, self.config.condition, self.log)
                 drop_recordings(self.path, self.checkpoint.step)
                 Checkpoints(self.path, self.config.training.keep, self.log).drop_after(self.checkpoint.step)
-            elif any(_is_not_empty(self.path / name) for name in (*RUN_FILES, MANIFEST)):
+            elif holds_run(self.path):
                 self._step_aside_earlier_run()
             if not self.only_evaluates:
                 replace_file(self.path / CONFIG_FILE, self.settings())
@@ -165,13 +166,15 @@ class RunFolder:
 
     def _step_aside_earlier_run(self) -> None:
         held = "a campaign" if (self.path / MANIFEST).exists() else "an earlier run"
-        aside = step_aside(self.path)
-        self.path.mkdir()
-        earlier, self.lock = self.lock, lock_folder(self.path)
-        earlier.close()
-        can_resume = Path(aside, MANIFEST).exists() or Checkpoints(Path(aside), 1, self.log).steps()
+        aside, stays = step_aside(self.path)
+        if not self.path.exists():
+            self.path.mkdir()
+            earlier, self.lock = self.lock, lock_folder(self.path)
+            earlier.close()
+        can_resume = (aside / MANIFEST).exists() or Checkpoints(aside, 1, self.log).steps()
         resume = f" (to resume it: --resume {aside})" if can_resume else ""
-        self.log(f"{self.path} held {held}; it is now {aside}{resume}.")
+        others = f" Not moved, since retrain did not write it: {list_some(stays)}." if stays else ""
+        self.log(f"{self.path} held {held}; it is now {aside}{resume}.{others}")
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
         self.checkpoint, self.stored, differences = check_resume(config, force, self.log)
@@ -234,12 +237,15 @@ def check_resume(
 
 def _require_free(target: Path, resumed: Path) -> None:
     """Raise if a run is to continue in a folder that holds another one."""
+    if target.resolve() == resumed.resolve():
+        return
     held = (target / name for name in (*FILES, "checkpoints", "rollouts", MANIFEST))
-    if target.resolve() != resumed.resolve() and any(map(_is_not_empty, held)):
+    if any(map(is_not_empty, held)):
         raise ConfigError(
             f"{target} already holds a run or a campaign, so the run of {resumed} cannot continue there.  "
             "Try: another --log-dir"
         )
+    require_unoccupied(target)
 
 
 def _trained_with(checkpoint: Checkpoint, stored: TrainConfig) -> TrainConfig:
@@ -262,19 +268,6 @@ def restore_config(folder: Path, log: Callable[[str], None]) -> None:
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}, and no checkpoint with a copy of it.{hint}")
     replace_file(folder / CONFIG_FILE, text)
     log(f"Note: {folder / CONFIG_FILE} was missing, and is restored from the newest checkpoint.")
-
-
-def step_aside(path: Path) -> str:
-    """Rename the folder of an earlier run or campaign; returns its new name."""
-    try:
-        # A name that is too long fails here already.
-        number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
-        os.rename(path, f"{path}.{number}")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
-        ) from error
-    return f"{path}.{number}"
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -354,10 +347,6 @@ def lock_folder(path: Path, setting: str = "--log-dir") -> TextIO:
     file.write(str(os.getpid()))
     file.flush()
     return file
-
-
-def _is_not_empty(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 
 def _copy_logs(source: Path, target: Path) -> None:

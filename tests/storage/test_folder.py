@@ -27,8 +27,9 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
 from retrain.report.runlog import RunLog
 from retrain.report.verdict import describe_verdict
+from retrain.storage.aside import step_aside
 from retrain.storage.checkpoint import read_state, record_failure
-from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, step_aside, with_absolute_paths
+from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, with_absolute_paths
 from retrain.storage.recording import find_recordings
 
 
@@ -358,10 +359,14 @@ def test_a_log_dir_that_cannot_be_made_is_an_error(model: Path, tmp_path: Path) 
 def test_an_earlier_run_that_cannot_step_aside_is_an_error(
     model: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A folder cannot be renamed while it is the working directory by the name of ".", or a mount point.
-    monkeypatch.chdir(run_folder / "logs")
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("retrain.storage.aside.os.rename", refuse)
+    before = sorted((run_folder / "logs").rglob("*"))
     with pytest.raises(ConfigError, match="cannot be renamed"):
-        train_quietly(fake_config(model, run_folder, logging__log_dir="."))
+        train_quietly(fake_config(model, run_folder))
+    assert sorted((run_folder / "logs").rglob("*")) == before
 
 
 def test_a_resume_that_changes_the_meaning_is_rejected_with_the_list(

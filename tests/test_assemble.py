@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -91,6 +92,30 @@ def test_prompts_that_are_cut_are_counted(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert "Note: of 3 prompts of [data], 2 cut to [training] max_prompt_tokens = 16.\n" in printed
     assert "Note: of 2 prompts of [eval], 1 cut to [training] max_prompt_tokens = 16.\n" in printed
+
+
+def test_a_part_of_the_problems_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = {"eval.every": 1, "eval.source": "jsonl", "eval.path": str(tmp_path / "held_out.jsonl")}
+    bounds = {"training.max_examples": 1, "eval.max_examples": 2}
+    config = with_two_examples(tmp_path, 1, held_out | bounds)
+    (tmp_path / "held_out.jsonl").write_text("".join(f'{{"prompt": "2+{n}=?", "answer": "0"}}\n' for n in range(9)))
+    with assemble(config):
+        pass
+    printed = capsys.readouterr().out
+    assert "Loaded 1 example (the first of 2)\n" in printed
+    assert "Evaluating 2 of 9 held-out problems ([eval] max_examples), the same in every run\n" in printed
+
+
+def test_prompts_of_teaching_that_are_cut_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teaching = {"teaching.enabled": True, "teaching.max_probe_tokens": 8, "algorithm.advantage_mode": "grpo"}
+    for most in (0, 24):
+        with assemble(with_two_examples(tmp_path, 2, teaching | {"training.max_prompt_tokens": most})):
+            pass
+        printed = capsys.readouterr().out
+        cut = re.search(
+            r"Note: \[teaching\] the teacher reads up to \d+ tokens, and max_prompt_tokens = 24 keeps", printed
+        )
+        assert bool(cut) == bool(most) and "prompts of [data]" not in printed
 
 
 def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path: Path) -> None:

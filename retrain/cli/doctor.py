@@ -162,8 +162,7 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     students = ((one.teaching.student_model, reads_weights(one)) for one in here if one.teaching.student_model)
     yield from (_check_model(*of, "student", "[teaching] student_model") for of in dict.fromkeys(students))
     yield from dict.fromkeys(check for one in trained.values() or [config] for check in _check_inputs(one))
-    if config.resume.from_ or config.kind == "campaign":
-        yield from _check_earlier(config)
+    yield from _check_earlier(config)
     yield from _check_disk(config)
 
 
@@ -316,7 +315,7 @@ def _check_inputs(config: TrainConfig) -> Iterator[Check]:
 
 
 def _check_earlier(config: TrainConfig) -> Iterator[Check]:
-    """Whether the run to resume, or the campaign that is in the folder already, can be continued, or one can begin."""
+    """Whether the run to resume, or the campaign in the folder, can be continued, or else a new one can begin there."""
     path = config.resume.from_
     where = "[resume] from" if path else "[logging] log_dir"
     try:

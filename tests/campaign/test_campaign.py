@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,20 @@ def test_the_manifest_says_what_was_run_with_what(tmp_path: Path, monkeypatch: P
     assert not (tmp_path / ".manifest.json").exists()
     # The campaign can be resumed without its file.
     assert load_config(tmp_path / "config.toml").campaign == config.campaign
+
+
+def test_conditions_may_have_dates(tmp_path: Path, monkeypatch: Patch) -> None:
+    # TOML has dates, JSON has none.
+    since = [
+        {"environment": {"provider": "builtin", "id": "calculator", "args": {"since": date(2026, 1, day)}}}
+        for day in (1, 2)
+    ]
+    config = campaign_config(tmp_path, {"reward": {"type": "match", "custom_module": ""}}, conditions=since)
+    run_with(FakeExecutor(), config, monkeypatch)
+    args = [condition["overrides"]["environment"]["args"] for condition in manifest_of(tmp_path)["conditions"]]
+    assert args == [{"since": "2026-01-01"}, {"since": "2026-01-02"}]
+    executor = FakeExecutor()
+    assert run_with(executor, config, monkeypatch) == 0 and executor.started == []
 
 
 def test_the_manifest_is_complete_at_every_moment(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from folders import write_campaign, write_run
 
 from retrain.analysis.comparison import compare_runs
-from retrain.analysis.runs import find_runs
+from retrain.analysis.runs import find_runs, find_unlabelled
 from retrain.cli import run
 from retrain.cli.status import find_entries
 from retrain.storage.folder import lock_folder
@@ -251,6 +252,17 @@ def test_long_texts_and_options_of_one_name_have_short_labels(tmp_path: Path) ->
         "grpo+gtpo,kl.beta=0.2,gtpo.beta=0.1",
         "grpo+gtpo,kl.beta=0.1,gtpo.beta=0.2",
     }
+    # The label of one of them must not seem to show the other.
+    for seed, (gtpo, kl) in enumerate([(0.1, 0.2), (0.1, 0.1), (0.2, 0.1)]):
+        options = {"algorithm__transform_mode": "gtpo", "gtpo__beta": gtpo, "kl__beta": kl}
+        write_run(tmp_path / "three" / f"{seed}", [0.1], training__seed=seed, **options)
+    runs = find_runs([tmp_path / "three"])
+    assert len({found.condition for found in runs}) == 3
+    for found in runs:
+        labels = set(found.condition.split(",")[1:])
+        assert labels and all(label.startswith(("kl.beta=", "gtpo.beta=")) for label in labels)
+    unlabelled = [replace(found, condition=f"{n},beta=0.1") for n, found in enumerate(runs)]
+    assert find_unlabelled(unlabelled, "0,beta=0.1") != []
 
 
 def test_a_table_in_another_order_is_the_same_condition(tmp_path: Path) -> None:
@@ -275,6 +287,7 @@ def test_links_to_runs_and_loops_in_a_folder_are_left_out(tmp_path: Path, capsys
     (tmp_path / "logs" / "itself").symlink_to("itself")
     (tmp_path / "logs" / "others").symlink_to("../elsewhere")
     (tmp_path / "logs" / "same").symlink_to("others")
+    (tmp_path / "elsewhere" / "latest").symlink_to("run2")
     names = [found.path.relative_to(tmp_path / "logs") for found in find_runs([tmp_path / "logs"])]
     assert list(map(str, names)) == ["others/run1", "others/run2", "run1", "run2"]
     assert [found.path.name for found in find_runs([tmp_path / "logs" / "latest"])] == ["latest"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,16 @@ def test_what_cannot_be_compared_is_rejected(
     write_campaign(tmp_path / "c", {"grpo+none": {1: [1], 2: [1]}, "maxrl+none": {1: [1]}})
     assert run(["diff", *(str(tmp_path / side) for side in sides)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_dates_in_a_table_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = []
+    for day in (1, 2):
+        environment = {
+            "environment__provider": "builtin",
+            "environment__id": "calculator",
+            "environment__args": {"since": date(2026, 1, day)},
+        }
+        sides.append(write_run(tmp_path / f"{day}", [0.1], **environment))
+    found = as_json(capsys, *sides)["config"]["environment.args"]
+    assert found == {"a": {"since": "2026-01-01"}, "b": {"since": "2026-01-02"}}

@@ -500,3 +500,10 @@ def test_sepa_that_stays_off_is_noted_for_epochs_of_a_known_number_of_steps(
         "SEPA stays off: it begins after [sepa] delay_steps = 50, and this run has 4 steps."
         in _explain(capsys)["notes"]
     )
+
+
+def test_dates_in_a_table_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[environment]\nprovider = "builtin"\nid = "calculator"\n[environment.args]\nsince = 2026-01-01\n')
+    assert "2026-01-01" in json.dumps(_explain(capsys))
+    run(["explain"])
+    assert "2026-01-01" in capsys.readouterr().out

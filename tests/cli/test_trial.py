@@ -86,6 +86,11 @@ def test_the_prompts_of_a_file_are_measured(tmp_path: Path) -> None:
     assert not detail and "do not fit the model's context of 256" in problem and "max_prompt_tokens" in problem
     cut = outcomes(data__source="jsonl", data__path=str(path), training__max_prompt_tokens=64)["[data], prompts"]
     assert cut[0].startswith("of 2 prompts, 1 cut to [training] max_prompt_tokens = 64, from the left.") and not cut[1]
+    # The whole prompt would not fit, so the advice is not to keep it whole.
+    assert "Try: shorter prompts, or a model with a longer context" in cut[0]
+    path.write_text(json.dumps(rows[0] | {"prompt": "why " * 20}))
+    short = outcomes(data__source="jsonl", data__path=str(path), training__max_prompt_tokens=16)["[data], prompts"]
+    assert short[0].endswith("Try: max_prompt_tokens = 0, or shorter prompts")
     path.write_text(json.dumps(rows[0]))
     detail, problem = outcomes(data__source="jsonl", data__path=str(path))["[data], prompts"]
     assert "of 256 tokens" in detail and not problem
@@ -110,6 +115,13 @@ def test_the_templates_of_teaching_count_in_the_context() -> None:
         assert ("the teacher reads up to" in problem and "do not fit its context of 256" in problem) != fits
 
 
+def test_prompts_of_teaching_that_are_cut_are_a_warning() -> None:
+    options = {"teaching__enabled": True, "teaching__max_probe_tokens": 10, "algorithm__advantage_mode": "grpo"}
+    detail, problem = outcomes(training__max_prompt_tokens=24, **options)["[data], prompts"]
+    assert "the teacher reads up to" in detail and "max_prompt_tokens = 24 keeps only the last ones" in detail
+    assert "Try: a larger max_prompt_tokens, or a shorter template" in detail and not problem
+
+
 def test_held_out_rows_that_are_also_trained_on_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +130,8 @@ def test_held_out_rows_that_are_also_trained_on_are_a_warning(
     files = {"data.source": "jsonl", "data.path": "rows.jsonl", "eval.every": 1, "eval.path": "held_out.jsonl"}
     found = trial._try_prompts(load_config(None, HERE | files), "[eval]")
     assert isinstance(found, trial.Doubt) and "; 1 of 1 are also in [data].  Try: set [eval] path" in found.text
+    cut = trial._try_prompts(load_config(None, HERE | files | {"training.max_prompt_tokens": 4}), "[eval]")
+    assert isinstance(cut, trial.Doubt) and "1 cut to" in cut.text and "; 1 of 1 are also in [data]." in cut.text
     result = trial.Trial("[eval], prompts", found.text, is_warning=True)
     monkeypatch.setattr(doctor, "start_trials", lambda config: nullcontext(lambda: [result]))
     monkeypatch.setattr(doctor, "probe_torch", lambda: {"cuda": None, "available": False, "gpus": []})

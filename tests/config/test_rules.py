@@ -52,6 +52,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("check_custom_rewards", {"reward": {"type": "custom", "custom_module": "mine"}}),
     ("check_custom_rewards", {"reward": {"type": "judge"}}),
     ("check_judge_url", {"reward": {"type": "judge", "judge_base_url": "http://a:1/v1/@b"}}),
+    ("check_judge_url", {"reward": {"type": "judge", "judge_base_url": "HTTP://a:1/v1"}}),
     ("check_arguments", {"model": {"init_kwargs": {"access_token": "<|tool|>", "api_key": "MY_API_KEY"}}}),
     (
         "check_templates",
@@ -187,6 +188,14 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "[reward] judge_base_url holds a password",
     ),
     ("check_judge_url", {"reward": {"type": "judge", "judge_base_url": "a:1"}}, "'a:1', not a URL"),
+    *(
+        (
+            "check_judge_url",
+            {"reward": {"type": "judge", "judge_base_url": f"http://a:{port}/v1"}},
+            f"[reward] judge_base_url has 'http://a:{port}/v1', which has no valid port.  Try: a port from 1 to 65535",
+        )
+        for port in ("65536", "0", "eighty")
+    ),
     (
         "check_judge_url",
         {"reward": {"type": "judge", "judge_base_url": "http://a/v1?api_key=word"}},

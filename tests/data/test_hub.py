@@ -83,6 +83,8 @@ def test_every_hub_source_loads_through_the_real_library(load):
         "intermediate_algebra/train/0",
         {"subject": "intermediate_algebra", "level": "Level 2"},
     ]
+    # Subjects take turns, so that the first few examples are not all of one.
+    assert [row[3]["subject"] for row in train] == [*SUBJECTS, *SUBJECTS]
     assert {row[1] for row in test} == {"0"}
     assert {row[3]["subject"] for row in one} == {"geometry"}
     assert words[0][:2] == ["How many?\n\nPut your final answer within \\boxed{}.", "1234"]

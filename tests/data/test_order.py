@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.config.schema import Data
-from retrain.data import Endless, ExampleOrder, Lazy, load_examples
+from retrain.config.schema import Data, Training
+from retrain.data import (
+    Endless,
+    ExampleOrder,
+    Lazy,
+    count_examples,
+    count_shared,
+    load_examples,
+    sample_held_out,
+)
 from retrain.data.arithmetic import is_held_out
 from retrain.errors import CheckpointError
 from retrain.types import Example
@@ -139,3 +147,34 @@ def test_a_digest_does_not_fetch_examples_one_by_one() -> None:
         raise AssertionError("an environment would have to make every example")
 
     assert ExampleOrder(Lazy(make, range(10)), 0).digest == ""
+
+
+def test_held_out_problems_are_a_random_sample_that_is_always_the_same() -> None:
+    lines: list[str] = []
+    rows = examples(100)
+    drawn = sample_held_out(rows, 20, lines.append)
+    assert lines == ["Evaluating 20 of 100 held-out problems ([eval] max_examples), the same in every run"]
+    assert drawn == sample_held_out(examples(100), 20, lines.append)
+    # Of a sorted file, not only the beginning; in the order of the file.
+    places = [rows.index(one) for one in drawn]
+    assert len(set(places)) == 20
+    assert places == sorted(places) and places[:6] == [0, 2, 5, 13, 20, 22] and any(place >= 80 for place in places)
+    lazy = Lazy(rows.__getitem__, range(100))
+    assert list(sample_held_out(lazy, 20, lines.append)) == drawn
+    lines.clear()
+    assert sample_held_out(rows, 100, lines.append) is rows
+    assert sample_held_out(endless(), 4, lines.append) == endless().reseed(0)[:4] and lines == []
+
+
+@pytest.mark.parametrize(("epochs", "count"), [(1.1, 110), (0.07, 7), (2, 200), (0.001, 1), (1.105, 111)])
+def test_epochs_are_counted_as_decimals(epochs: float, count: int) -> None:
+    # As floats, 1.1 * 100 is above 110.
+    assert count_examples(Training(epochs=epochs), examples(100)) == count
+
+
+def test_a_question_is_the_same_as_text_and_as_a_message() -> None:
+    texts = [Example("1+1=?", "2"), Example("1+2=?\n", "3")]
+    message = Example(({"role": "user", "content": " 1+2=?"},), "3")
+    with_system = Example(({"role": "system", "content": "1+1=?"}, {"role": "user", "content": "Go"}), "2")
+    assert count_shared(texts, [message]) == count_shared([message], texts) == 1
+    assert count_shared(texts, [with_system]) == 0 and count_shared([with_system], [with_system]) == 1

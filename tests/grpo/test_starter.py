@@ -250,8 +250,13 @@ def test_the_checkpoint_written_last_is_resumed(tmp_path: Path) -> None:
             ConfigError, match=f"{wanted}'?: there is no checkpoint.  Try: a folder checkpoint-N, or tr"
         ):
             choose_checkpoint(str(tmp_path), wanted)
-    (tmp_path / "checkpoint-9" / "adapter_model.safetensors").touch()
+    for step in (9, 12):
+        (tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors").touch()
     assert choose_checkpoint(str(tmp_path), str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"log_history": [')
+    for step in (9, 12):
+        with pytest.raises(ConfigError, match=rf"checkpoint-{step}/trainer_state.json cannot be read: .*Try: another"):
+            choose_checkpoint(str(tmp_path), str(tmp_path / f"checkpoint-{step}"))
     assert choose_checkpoint(str(tmp_path), False) is choose_checkpoint(str(tmp_path), None) is None
 
 

@@ -73,6 +73,13 @@ def test_the_address_comes_from_the_section_then_the_environment_then_openai(mon
     assert (own.url, own.model, own.key) == ("http://there:1/v1", "mine", KEY)
 
 
+@pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://localhost:80000/v1", "http://localhost:port/v1"])
+def test_an_address_that_is_none_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", url)
+    with pytest.raises(ConfigError, match="OPENAI_BASE_URL is not a URL"):
+        find_server(Reward(type="judge"))
+
+
 def test_openai_needs_a_key_and_a_server_of_ones_own_does_not(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import retrain
+from retrain.runtime.child import python_command
 
 STARTS_ANOTHER = """
 import subprocess
@@ -39,3 +41,10 @@ def test_another_process_finds_a_module_of_the_working_directory_only_if_this_on
         check=True,
     )
     assert done.stdout.strip() == expected
+
+
+def test_a_main_module_without_a_specification_is_no_module_of_m(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A notebook or a debugger may replace it.
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    del sys.modules["__main__"].__spec__
+    assert python_command() == [sys.executable, "-P"]

@@ -384,9 +384,9 @@ def test_prompts_that_outgrow_a_context_are_cut_from_the_left(encoder: PromptEnc
     assert len(policy.asked[0][0]) == 29 and max(len(text) for text in student.asked[-1]) == 29
 
 
-def check_room(room: TeachingScorer) -> None:
+def check_room(room: TeachingScorer) -> list[str]:
     limits = (room.section.max_probe_tokens, 40)
-    check_context(room.teacher, room.student.reader, room.student.templates, limits, EXAMPLES)
+    return check_context(room.teacher, room.student.reader, room.student.templates, limits, EXAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -402,8 +402,10 @@ def test_questions_that_leave_no_room_are_rejected(
 
 
 def test_questions_that_fit_or_are_cut_to_fit_are_not_rejected(encoder: PromptEncoder, tmp_path: Path) -> None:
-    check_room(scorer_for(encoder, context=91, max_probe_tokens=9))
-    check_room(scorer_for(encoder_for(tmp_path, most=5), context=50, max_probe_tokens=9))
+    assert check_room(scorer_for(encoder, context=91, max_probe_tokens=9)) == []
+    cuts = check_room(scorer_for(encoder_for(tmp_path, most=10), context=50, max_probe_tokens=9))
+    assert [cut.partition(" reads")[0] for cut in cuts] == ["the teacher", "the taught student"]
+    assert cuts[0] == "the teacher reads up to 19 tokens, and max_prompt_tokens = 10 keeps only the last ones"
 
 
 def test_the_students_engine_is_shut_down(encoder: PromptEncoder) -> None:

@@ -1,0 +1,160 @@
+"""Log folders that hold other files than those of a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from campaign.campaigns import FakeExecutor, campaign_config, run_with
+from e2e.runs import fake_config, rows, train_quietly
+from e2e.tiny import write_tokenizer
+
+from retrain.cli import run
+from retrain.errors import ConfigError
+from retrain.storage.aside import step_aside
+
+THEIRS = {
+    "config.toml": "[server]\nport = 8000\n",
+    "eval.jsonl": '{"prompt": "1+1=?", "answer": "2"}\n',
+    "metrics.jsonl": '{"epoch": 1, "loss": 0.5}\n',
+    "checkpoints/model.pt": "weights",
+    "rollouts/first.txt": "a text",
+}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_run_is_refused_where_it_would_replace_what_retrain_did_not_write(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    theirs = {name: THEIRS[name], "notes.txt": "mine"}
+    write(tmp_path / "logs", theirs)
+    shown = name.partition("/")[0]
+    with pytest.raises(ConfigError, match=rf"holds {shown}, which retrain did not write.*Try: another --log-dir"):
+        train_quietly(fake_config(model, tmp_path))
+    # Nothing is changed, and no lock is left.
+    assert contents(tmp_path / "logs") == theirs
+    _, printed = train_quietly(fake_config(model, tmp_path, logging__log_dir=str(tmp_path / "logs" / "run")))
+    assert len(rows(tmp_path / "logs" / "run")) == 4 and "Not moved" not in printed
+
+
+def test_a_campaign_is_refused_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "logs"
+    write(folder, {"config.toml": THEIRS["config.toml"]})
+    with pytest.raises(ConfigError, match=r"holds config\.toml, which retrain did not write"):
+        run_with(FakeExecutor(), campaign_config(folder), monkeypatch)
+    assert contents(folder) == {"config.toml": THEIRS["config.toml"]}
+
+
+def test_a_resume_into_such_a_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    train_quietly(fake_config(model, tmp_path, training__max_steps=2))
+    write(tmp_path / "new", {"config.toml": THEIRS["config.toml"]})
+    resumed = {"resume__from": str(tmp_path / "logs"), "logging__log_dir": str(tmp_path / "new")}
+    with pytest.raises(ConfigError, match=r"holds config\.toml, which retrain did not write"):
+        train_quietly(fake_config(model, tmp_path, **resumed))
+    assert contents(tmp_path / "new") == {"config.toml": THEIRS["config.toml"]}
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain"])
+def test_doctor_and_explain_say_so_before_the_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"logs/eval.jsonl": THEIRS["eval.jsonl"]})
+    text = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n'
+    Path("retrain.toml").write_text(text + '[data]\nsource = "arithmetic"\n')
+    assert run([command, "retrain.toml", "--log-dir", "logs/other"]) == 0
+    capsys.readouterr()
+    assert run([command, "retrain.toml", "--log-dir", "logs", "--json"]) == 1
+    assert "logs holds eval.jsonl, which retrain did not write" in capsys.readouterr().out
+    assert contents(tmp_path / "logs") == {"eval.jsonl": THEIRS["eval.jsonl"]}
+
+
+def test_other_files_stay_when_a_run_steps_aside(model: Path, tmp_path: Path) -> None:
+    # The data and the configuration in the log folder are those of the next run, too.
+    logs = tmp_path / "logs"
+    write(logs, {"notes.txt": "mine", "figures/a.txt": "a figure"})
+    (logs / "problems.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?", "answer": "3"}\n')
+    options = {"data__path": str(logs / "problems.jsonl"), "backend__adapter_path": str(logs / "adapter")}
+    for start in range(3):
+        config = fake_config(model, tmp_path, training__max_steps=start + 1, **options)
+        _, printed = train_quietly(config)
+        stays = "Not moved, since retrain did not write it: figures, notes.txt, problems.jsonl."
+        assert (stays in printed) == (start > 0)
+    assert [len(rows(f"{logs}{suffix}")) for suffix in ("", ".1", ".2")] == [3, 1, 2]
+    for aside in (f"{logs}.1", f"{logs}.2"):
+        assert not {"notes.txt", "figures", "problems.jsonl", ".lock"} & set(os.listdir(aside))
+        assert {"adapter", "checkpoints", "config.toml", "metrics.jsonl"} <= set(os.listdir(aside))
+    assert contents(logs)["notes.txt"] == "mine" and contents(logs)["figures/a.txt"] == "a figure"
+
+
+def test_a_run_in_the_working_directory_can_be_repeated(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    for steps in (2, 1):
+        train_quietly(fake_config(model, tmp_path, logging__log_dir=".", training__max_steps=steps))
+    assert Path.cwd() == work and len(rows(".")) == 1 and len(rows(f"{work}.1")) == 2
+    assert run(["--resume", f"{work}.1", "--max-steps", "3"]) == 0
+    assert len(rows(f"{work}.1")) == 3
+
+
+def test_an_earlier_run_in_a_mount_point_is_refused_before_anything_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    before = contents(tmp_path / "logs")
+    monkeypatch.setattr("retrain.storage.aside.os.path.ismount", lambda path: Path(path) == tmp_path / "logs")
+    with pytest.raises(ConfigError, match=r"cannot be renamed: it is a mount point.*Try: another --log-dir"):
+        train_quietly(fake_config(model, tmp_path))
+    assert contents(tmp_path / "logs") == before
+
+
+def test_a_run_that_can_be_moved_only_in_part_stays_whole(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "logs"
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    write(logs, {"notes.txt": "mine"})
+    before, rename, moved = contents(logs), os.rename, []
+
+    def third_fails(source: Path, target: Path) -> None:
+        moved.append(source)
+        if len(moved) == 3:
+            raise OSError(errno.EACCES, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr("retrain.storage.aside.os.rename", third_fails)
+    with pytest.raises(ConfigError, match=r"cannot be renamed \(Permission denied\)"):
+        step_aside(logs)
+    assert contents(logs) == before and not Path(f"{logs}.1").exists()
+
+
+def test_a_copied_or_damaged_run_is_an_earlier_run(model: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    for name in (".lock", "trainer_state.json"):
+        (logs / name).unlink()
+    row = json.loads((logs / "metrics.jsonl").read_text())
+    (logs / "config.toml").write_text("[training\n")  # edited badly
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    assert "held an earlier run" in printed and rows(f"{logs}.1") == [row]

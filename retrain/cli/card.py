@@ -8,6 +8,7 @@ import click
 
 from retrain.errors import ConfigError
 from retrain.storage.checkpoint import explain_write_error
+from retrain.storage.logs import CARD
 
 
 @click.command("card", context_settings={"max_content_width": 110})
@@ -28,7 +29,7 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
     data = collect(folders)
     if not data["runs"]:
         raise ConfigError(f"{folders[0]} has no runs with logged steps yet.")
-    target = output or folders[0] / "card"
+    target = output or folders[0] / CARD
     try:
         plots = []
         if not no_plots:

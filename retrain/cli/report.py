@@ -8,6 +8,7 @@ import click
 
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import explain_write_error
+from retrain.storage.logs import REPORT
 
 
 @click.command("report", context_settings={"max_content_width": 110})
@@ -20,7 +21,7 @@ def command(folders: tuple[Path, ...], output: Path | None, png: Path | None) ->
     from retrain.report import build_page, collect  # noqa: PLC0415  (slow to import)
 
     data = collect(folders)
-    target = output or folders[0] / "report.html"
+    target = output or folders[0] / REPORT
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(build_page(data), encoding="utf-8", errors="replace")

@@ -407,7 +407,7 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
     check_prompt_tokens(config, encoder, {table: longest})
     if config.teaching.enabled:
         cuts = check_known_context(config, encoder, longest)
-        fix = "a larger max_prompt_tokens, or a shorter template"
+        fix = "a larger max_prompt_tokens, a shorter template, or shorter questions"
     else:
         check_prompts(config, encoder, {table: longest}, context)
         few = f"the {MEASURED} longest" if len(longest) < len(examples) else plural(len(longest), "prompt")

@@ -17,6 +17,7 @@ import click
 from retrain.isolation.redaction import redact
 from retrain.runtime.child import CHILD, PARENT, python_command
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
+from retrain.storage.logs import RANK_LOGS
 from retrain.storage.publishing import make_temporary
 
 # When a rank fails, rank 0 reports it and ends; if it does not, it is sent SIGTERM, then all ranks are killed.
@@ -128,6 +129,6 @@ def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
                 signal.signal(number, handler)
             # Copied last: a starting run moves an earlier run in its folder away.
             if log_dir.is_dir():
-                shutil.copytree(folder, log_dir / "ranks", dirs_exist_ok=True)
+                shutil.copytree(folder, log_dir / RANK_LOGS, dirs_exist_ok=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -209,7 +209,7 @@ def find_server(section: schema.Reward) -> Server:
     url = section.judge_base_url or os.environ.get("OPENAI_BASE_URL", "") or DEFAULT_URL
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not re.match(r"https?://[^\s/]", url, re.IGNORECASE) or not has_valid_port(url):
-        raise ConfigError("OPENAI_BASE_URL is not a URL.  Try: OPENAI_BASE_URL=https://api.openai.com/v1")
+        raise ConfigError("OPENAI_BASE_URL is not a valid URL.  Try: OPENAI_BASE_URL=https://api.openai.com/v1")
     if "?" in url or "#" in url:
         # A key in the query would be shown in messages, and paths cannot be appended.
         raise ConfigError("OPENAI_BASE_URL has a query.  Try: the URL without it, and the key in OPENAI_API_KEY")

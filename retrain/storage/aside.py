@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -11,17 +13,33 @@ from retrain.config import dump_config
 from retrain.config.load import parse_recorded
 from retrain.errors import ConfigError
 from retrain.runtime.text import list_some
-from retrain.storage.checkpoint import STATE_FILE
-from retrain.storage.logs import EVAL_PROBLEMS, FILES, MANIFEST, METRICS, has_step, parse_rows
+from retrain.storage.checkpoint import MANIFEST as CHECKPOINT_MANIFEST
+from retrain.storage.checkpoint import STATE_FILE, read_state
+from retrain.storage.logs import (
+    CARD,
+    EVAL_PROBLEMS,
+    FILES,
+    MANIFEST,
+    METRICS,
+    RANK_LOGS,
+    REPORT,
+    SERVER_LOG,
+    TRACKIO_NAME,
+    WANDB_ID,
+    has_step,
+    parse_rows,
+)
 from retrain.storage.publishing import RECORD
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 # Contents of a folder with a run.
 RUN_FILES = (STATE_FILE, *FILES, EVAL_PROBLEMS, "checkpoints", "rollouts")
-_WRITTEN = {CONFIG_FILE, MANIFEST, "runs", "shared.log", "stdout.log", "stderr.log", "wandb"} | {
-    name.partition("/")[0] for name in RUN_FILES
-}
+_BESIDE = (CONFIG_FILE, WANDB_ID, "wandb", TRACKIO_NAME, RANK_LOGS, REPORT, CARD, "stdout.log", "stderr.log")
+_OF_RUNS = {name.partition("/")[0] for name in (*RUN_FILES, *_BESIDE)}
+_OF_CAMPAIGNS = _OF_RUNS | {MANIFEST, "runs", "shared.log"}
+# The server of the run that begins has it open.
+_KEPT = (LOCK_FILE, SERVER_LOG)
 
 
 def is_not_empty(path: Path) -> bool:
@@ -40,11 +58,11 @@ def explain_occupied(folder: Path) -> str:
     It would replace files that retrain did not write, or an earlier run there that cannot be set aside.
     """
     if _is_of_retrain(folder):
-        is_stuck = holds_run(folder) and os.path.ismount(folder)
+        is_stuck = holds_run(folder) and os.path.ismount(folder.resolve())
         return f"{folder} holds an earlier run, which cannot be renamed: it is a mount point" if is_stuck else ""
-    theirs = [name for name in RUN_FILES if is_not_empty(folder / name)]
+    theirs = [name for name in (*RUN_FILES, MANIFEST) if is_not_empty(folder / name)]
     theirs += [] if _is_own_config(folder / CONFIG_FILE) else [CONFIG_FILE]
-    what = f"{list_some(theirs)}, which retrain did not write and a run would replace"
+    what = f"{list_some(theirs)}, which retrain did not write and would replace"
     return f"{folder} holds {what}" if theirs else ""
 
 
@@ -64,22 +82,26 @@ def step_aside(path: Path) -> tuple[Path, list[str]]:
         # A name that is too long fails here already.
         number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
         aside = Path(f"{path}.{number}")
-        stays = sorted(entry.name for entry in path.iterdir() if not _is_own(entry) and entry.name != LOCK_FILE)
-        if stays or Path.cwd().is_relative_to(path.resolve()):
-            _move_out(path, aside)
-        else:
+        names = _OF_CAMPAIGNS if (path / MANIFEST).exists() else _OF_RUNS
+        entries = {entry.name: entry for entry in path.iterdir()}
+        own = {name: entry for name, entry in entries.items() if name in names or (entry / RECORD).is_file()}
+        if entries.keys() <= {*own, LOCK_FILE} and not Path.cwd().is_relative_to(path.resolve()):
             os.rename(path, aside)
+        else:
+            _move_out(own.values(), aside)
     except OSError as error:
         raise ConfigError(
             f"{path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
         ) from error
-    return aside, stays
+    return aside, sorted(entries.keys() - own.keys() - set(_KEPT))
 
 
 def _is_of_retrain(folder: Path) -> bool:
     """Whether a run has begun in a folder. A copy may lack the lock, and logs the checkpoints."""
-    marks = [folder / name for name in (LOCK_FILE, MANIFEST, STATE_FILE)]
-    if any(mark.exists() for mark in marks) or any(folder.glob("checkpoints/step_*")):
+    # Other programs have files of these names, too.
+    if (folder / LOCK_FILE).exists() or "checkpoint" in read_state(folder) or _is_campaign(folder):
+        return True
+    if any(folder.glob(f"checkpoints/step_*/{CHECKPOINT_MANIFEST}")):
         return True
     try:
         with (folder / METRICS).open("rb") as file:
@@ -88,12 +110,20 @@ def _is_of_retrain(folder: Path) -> bool:
         return False
 
 
-def _move_out(path: Path, aside: Path) -> None:
-    """Move what retrain wrote into a new folder: all of it or nothing."""
+def _is_campaign(folder: Path) -> bool:
+    try:
+        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(table, dict) and {"format", "runs", "sessions"} <= table.keys()
+
+
+def _move_out(entries: Iterable[Path], aside: Path) -> None:
+    """Move all of them into a new folder, or none."""
     aside.mkdir()
     moved: list[Path] = []
     try:
-        for entry in filter(_is_own, list(path.iterdir())):
+        for entry in entries:
             os.rename(entry, aside / entry.name)
             moved.append(entry)
     except OSError:
@@ -102,10 +132,6 @@ def _move_out(path: Path, aside: Path) -> None:
         with contextlib.suppress(OSError):
             aside.rmdir()
         raise
-
-
-def _is_own(entry: Path) -> bool:
-    return entry.name in _WRITTEN or (entry / RECORD).is_file()
 
 
 def _is_own_config(path: Path) -> bool:

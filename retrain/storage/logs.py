@@ -24,6 +24,10 @@ FILES = (METRICS, STEPS, GENERATIONS, EVALS, DEBUG)
 EVAL_PROBLEMS = "eval_problems.jsonl"
 # Only the folder of a campaign has it.
 MANIFEST = "manifest.json"
+# Under which names a resumed run continues in the trackers.
+WANDB_ID, TRACKIO_NAME = "wandb_run_id", "trackio_run_name"
+SERVER_LOG, RANK_LOGS = "vllm.log", "ranks"
+REPORT, CARD = "report.html", "card"
 # Logs of retrain have no NaN and no infinity; those of other writers become null.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)
 _MOST_STEPS = 1 << 53

@@ -95,6 +95,6 @@ def check_context(
             raise ConfigError(
                 f"[teaching] {who} reads up to {prompt} tokens and writes up to {answer}, which do not fit "
                 f"its context of {reader.context_length}.  Try: a smaller [training] max_tokens or "
-                "[teaching] max_probe_tokens, or a shorter template"
+                "[teaching] max_probe_tokens, a shorter template, or shorter questions"
             )
     return cuts

@@ -5,14 +5,13 @@ from __future__ import annotations
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.runtime.packages import missing
+from retrain.storage.logs import TRACKIO_NAME
 from retrain.tracking import DashboardTracker
 
 try:
     import trackio
 except ImportError as error:
     raise missing("trackio", "[logging] trackio_project") from error
-
-NAME_FILE = "trackio_run_name"
 
 
 class TrackioTracker(DashboardTracker):
@@ -22,7 +21,7 @@ class TrackioTracker(DashboardTracker):
 
     def start(self, config: TrainConfig) -> None:
         """Open the run, or resume the one of this folder."""
-        logging, name_file = config.logging, self.log_dir / NAME_FILE
+        logging, name_file = config.logging, self.log_dir / TRACKIO_NAME
         resumes = name_file.exists()
         try:
             self.run = trackio.init(

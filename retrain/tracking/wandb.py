@@ -9,6 +9,7 @@ import wandb
 
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
+from retrain.storage.logs import WANDB_ID
 from retrain.tracking import DashboardTracker
 from retrain.types import JsonObject
 
@@ -24,7 +25,7 @@ class WandbTracker(DashboardTracker):
     def start(self, config: TrainConfig) -> None:
         """Open the run, or resume the one of this folder."""
         logging = config.logging
-        id_file = self.log_dir / "wandb_run_id"
+        id_file = self.log_dir / WANDB_ID
         try:
             self.run = self._open(config, id_file.read_text().strip() if id_file.exists() else None)
         except wandb.errors.Error as error:

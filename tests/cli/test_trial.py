@@ -119,7 +119,7 @@ def test_prompts_of_teaching_that_are_cut_are_a_warning() -> None:
     options = {"teaching__enabled": True, "teaching__max_probe_tokens": 10, "algorithm__advantage_mode": "grpo"}
     detail, problem = outcomes(training__max_prompt_tokens=24, **options)["[data], prompts"]
     assert "the teacher reads up to" in detail and "max_prompt_tokens = 24 keeps only the last ones" in detail
-    assert "Try: a larger max_prompt_tokens, or a shorter template" in detail and not problem
+    assert "Try: a larger max_prompt_tokens, a shorter template, or shorter questions" in detail and not problem
 
 
 def test_held_out_rows_that_are_also_trained_on_are_a_warning(

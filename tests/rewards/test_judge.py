@@ -76,7 +76,7 @@ def test_the_address_comes_from_the_section_then_the_environment_then_openai(mon
 @pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://localhost:80000/v1", "http://localhost:port/v1"])
 def test_an_address_that_is_none_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", url)
-    with pytest.raises(ConfigError, match="OPENAI_BASE_URL is not a URL"):
+    with pytest.raises(ConfigError, match="OPENAI_BASE_URL is not a valid URL"):
         find_server(Reward(type="judge"))
 
 

@@ -15,12 +15,15 @@ from e2e.tiny import write_tokenizer
 from retrain.cli import run
 from retrain.errors import ConfigError
 from retrain.storage.aside import step_aside
+from retrain.storage.logs import RANK_LOGS, REPORT, SERVER_LOG, TRACKIO_NAME, WANDB_ID
 
 THEIRS = {
     "config.toml": "[server]\nport = 8000\n",
     "eval.jsonl": '{"prompt": "1+1=?", "answer": "2"}\n',
     "metrics.jsonl": '{"epoch": 1, "loss": 0.5}\n',
-    "checkpoints/model.pt": "weights",
+    "checkpoints/step_100/model.pt": "weights",
+    "manifest.json": '{"name": "an app"}\n',
+    "trainer_state.json": '{"global_step": 8, "log_history": []}\n',
     "rollouts/first.txt": "a text",
 }
 
@@ -103,6 +106,36 @@ def test_other_files_stay_when_a_run_steps_aside(model: Path, tmp_path: Path) ->
         assert not {"notes.txt", "figures", "problems.jsonl", ".lock"} & set(os.listdir(aside))
         assert {"adapter", "checkpoints", "config.toml", "metrics.jsonl"} <= set(os.listdir(aside))
     assert contents(logs)["notes.txt"] == "mine" and contents(logs)["figures/a.txt"] == "a figure"
+
+
+def test_all_that_retrain_writes_moves_with_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logs, ids = tmp_path / "logs", []
+    everything = {
+        "logging__wandb_project": "tests",
+        "logging__debug": True,
+        "training__record": True,
+        "eval__every": 1,
+        "eval__source": "arithmetic",
+        "eval__max_examples": 2,
+        "backend__adapter_path": str(logs / "my_adapter"),
+    }
+    for seed in (1, 2):
+        _, printed = train_quietly(
+            fake_config(model, tmp_path, training__max_steps=1, training__seed=seed, **everything)
+        )
+        assert ("Not moved, since retrain did not write it: notes.txt." in printed) == (seed == 2)
+        ids.append((logs / WANDB_ID).read_text())
+        assert not (logs / REPORT).exists() and (logs / SERVER_LOG).exists() == (seed == 2)
+        assert run(["report", str(logs)]) == 0 and run(["card", str(logs), "--no-plots"]) == 0
+        write(logs, {TRACKIO_NAME: "a", f"{RANK_LOGS}/rank_0.log": "a", SERVER_LOG: "a", "notes.txt": "mine"})
+    # A run under the id of another would be written over it.
+    assert ids[0] != ids[1] and (tmp_path / "logs.1" / WANDB_ID).read_text() == ids[0]
+    stays = {".lock", SERVER_LOG, "notes.txt"}
+    assert set(os.listdir(tmp_path / "logs.1")) == set(os.listdir(logs)) - stays
 
 
 def test_a_run_in_the_working_directory_can_be_repeated(

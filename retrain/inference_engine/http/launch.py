@@ -22,8 +22,8 @@ from retrain.inference_engine.vllm import VLLM
 from retrain.modeling.policy import Policy
 from retrain.modeling.tokens import Tokenizer
 from retrain.runtime.packages import find_vllm
+from retrain.storage.logs import SERVER_LOG
 
-LOG = "vllm.log"
 SHOWN_LINES = 15
 GIB = 2**30
 CPU_CACHE, CPU_CACHE_BYTES = "VLLM_CPU_KVCACHE_SPACE", 2 * GIB
@@ -110,7 +110,7 @@ def launch_engine(
     device = choose_device(inference.launch_device, policy.device, torch.cuda.device_count())
     if device == str(policy.device) and device != "cpu":
         check_gpu_room(policy, config)
-    log_file = Path(config.logging.log_dir).expanduser().absolute() / LOG
+    log_file = Path(config.logging.log_dir).expanduser().absolute() / SERVER_LOG
     port = free_port()
     command = [*command_for(config, policy, device), "--port", str(port)]
     launch = Launch(command, environment_for(device), port, log_file)

@@ -202,6 +202,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename:
+            hint = "Try: check the permissions of it and of its folder"
+            click.echo(redact(f"error: {error.filename}: permission denied.  {hint}"), err=True)
+            return 1
         if error.errno not in _DISK_IS_FULL:
             raise
         what = error.filename or "the output"

@@ -37,8 +37,9 @@ SEARCH_DEPTH = 4
 
 
 def subfolders(folder: Path, root: Path) -> list[Path]:
-    """Folders in which runs are searched for: no hidden ones, and no links to what is found without them."""
-    inside = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
+    """Folders in which runs are searched for: no hidden or private ones, and no links to what is found without them."""
+    visible = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    inside = [path for path in visible if path.is_dir() and os.access(path, os.R_OK | os.X_OK)]
     found = {path: path for path in inside if not path.is_symlink()}
     # A link may have led to this folder.
     tops = (root.resolve(), folder.resolve())
@@ -76,7 +77,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = lock_folder(self.path)
         except OSError as error:
-            raise ConfigError(f"[logging] log_dir = {str(self.path)!r} cannot be written to: {error}.") from error
+            why = f"[logging] log_dir = {str(self.path)!r} cannot be written to: {error.strerror}"
+            raise ConfigError(f"{why}.  Try: another --log-dir") from error
         try:
             config = with_absolute_paths(config)
             self.config = self._find_checkpoint(config, force_resume) if self.resumed else self._draw_seed(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from campaign.campaigns import FakeExecutor, campaign_config, run_with
 from e2e.runs import fake_config, rows, train_quietly
 from e2e.tiny import write_tokenizer
 
-from retrain.cli import run
+from retrain.cli import doctor, run
 from retrain.errors import ConfigError
 from retrain.storage.aside import step_aside
 from retrain.storage.logs import RANK_LOGS, REPORT, SERVER_LOG, TRACKIO_NAME, WANDB_ID
@@ -80,6 +81,8 @@ def test_doctor_and_explain_say_so_before_the_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "start_trials", lambda config: nullcontext(list))
+    monkeypatch.setattr(doctor, "probe_torch", lambda: {"cuda": None, "available": False, "gpus": []})
     write(tmp_path, {"logs/eval.jsonl": THEIRS["eval.jsonl"]})
     text = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n'
     Path("retrain.toml").write_text(text + '[data]\nsource = "arithmetic"\n')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
@@ -102,7 +103,7 @@ def has_valid_port(url: str) -> bool:
 
 
 def check_paths(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """No path contains a NUL character, is a cycle of links, or is too long."""
+    """No path contains a NUL character, is a cycle of links, is too long, or is in a folder that cannot be entered."""
     for option, value in values_of(config).items():
         if option in paths_where("path"):
             for path in filter(None, (value,) if isinstance(value, str) else value):
@@ -115,12 +116,16 @@ def _explain_invalid(path: str) -> str:
     if "\0" in path:
         return f"= {path!r} holds a NUL character, which no path can have."
     try:
-        os.stat(os.path.expanduser(path))
+        found = os.path.expanduser(path)
+        if stat.S_ISDIR(os.stat(found).st_mode):
+            os.stat(os.path.join(found, "."))  # refused for a folder that cannot be entered
     except OSError as error:
         if error.errno == errno.ELOOP:
             return f"= {path!r} is a cycle of symbolic links."
         if error.errno == errno.ENAMETOOLONG:
             return f"= {path[:40] + '...'!r} is longer than a path may be."
+        if error.errno == errno.EACCES:
+            return f"= {path!r} is in a folder that you have no permission to enter."
     except ValueError:  # text that cannot be encoded; check_toml_values reports it
         return ""
     return ""

@@ -90,6 +90,8 @@ def redacted_output() -> Iterator[None]:
             redacted = vars(sys)[name]
             with suppress(ValueError, OSError):  # closed, if nobody reads it
                 redacted.flush()
+                # What is written from now on would be lost if the other stream is closed first as the program exits.
+                redacted.reconfigure(line_buffering=True, write_through=True)
             _KEPT.append(redacted)
             setattr(sys, name, stream)
 

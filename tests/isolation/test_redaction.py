@@ -158,8 +158,8 @@ def test_what_plugins_print_from_the_training_process_hides_secrets(end: str, tm
         "print(', and as before', flush=True)\n"
         f"bar.write('a bar\\n')\n{end}\n"
     )
-    variables = os.environ | {"ACME_API_KEY": "opensesame99", "PYTHONIOENCODING": "ascii"}
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables, check=True)
+    own = {"ACME_API_KEY": "opensesame99", "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ | own, check=True)
     assert ran.stdout == "key *** \\u2713\nno newline, and as before\na bar\n"
     assert "UserWarning: ***" in ran.stderr and "ERROR:root:from https://***@host.example" in ran.stderr
     assert "opensesame99" not in ran.stderr and "Exception" not in ran.stderr

@@ -76,8 +76,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     if earlier is None:
         require_unoccupied(folder)
         if holds_run(folder) and not is_locked(folder):
-            moved, _ = step_aside(folder)
-            screen.log(f"{shorten_path(folder)} contained an earlier run, which was moved to {shorten_path(moved)}.")
+            step_aside(folder, screen.log)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)

@@ -73,7 +73,7 @@ def check_resumed(config: TrainConfig, file: str) -> None:
 
 
 def check_log_dir(config: TrainConfig) -> None:
-    """Raise if a new run or campaign would replace files that retrain did not write."""
+    """Raise if a new run or campaign would replace files that are no run's."""
     from retrain.storage.aside import require_unoccupied  # noqa: PLC0415
 
     # That of a campaign without a name does not exist yet.

@@ -122,13 +122,14 @@ def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
         ranks = Ranks(processes, command, folder)
         previous = {number: signal.signal(number, ranks.forward) for number in SIGNALS}
         try:
-            return ranks.watch()
+            code = ranks.watch()
         finally:
             ranks.end(patience_s=0.0)
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            # Copied last: a starting run moves an earlier run in its folder away.
-            if log_dir.is_dir():
-                shutil.copytree(folder, log_dir / RANK_LOGS, dirs_exist_ok=True)
+        # Copied last: a starting run moves an earlier run in its folder away. One that is refused leaves it as it is.
+        if log_dir.is_dir() and code != click.UsageError.exit_code:
+            shutil.copytree(folder, log_dir / RANK_LOGS, dirs_exist_ok=True)
+        return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)

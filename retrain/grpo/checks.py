@@ -24,7 +24,7 @@ from retrain.data.hub import FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.grpo.settings import FILES, OWN_SETS, RunSettings, advise_split
 from retrain.modeling.files import find_model
-from retrain.storage.aside import LOCK_FILE
+from retrain.storage.aside import LOCK_FILE, is_of_run
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import lock_folder
 
@@ -96,6 +96,8 @@ def locked(output_dir: str) -> Iterator[None]:
         yield
         return
     folder = Path(output_dir)
+    if is_of_run(folder):
+        raise ConfigError(f"output_dir = {output_dir!r} holds a run of a TOML file.  Try: another folder")
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)

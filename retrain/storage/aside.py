@@ -1,11 +1,11 @@
-"""A log folder before a run begins in it: an earlier run is set aside, and files that retrain did not write stay."""
+"""A log folder before a run begins in it: an earlier run is set aside, and files that are not part of it stay."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from retrain.config.load import parse_recorded
 from retrain.errors import ConfigError
 from retrain.runtime.text import list_some
 from retrain.storage.checkpoint import MANIFEST as CHECKPOINT_MANIFEST
-from retrain.storage.checkpoint import STATE_FILE, read_state
+from retrain.storage.checkpoint import STATE_FILE, Checkpoints, read_state
 from retrain.storage.logs import (
     CARD,
     EVAL_PROBLEMS,
@@ -29,7 +29,7 @@ from retrain.storage.logs import (
     has_step,
     parse_rows,
 )
-from retrain.storage.publishing import RECORD
+from retrain.storage.publishing import RECORD, publisher
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
@@ -55,15 +55,14 @@ def holds_run(folder: Path) -> bool:
 def explain_occupied(folder: Path) -> str:
     """Why no run may begin in a folder; "" if it may.
 
-    It would replace files that retrain did not write, or an earlier run there that cannot be set aside.
+    It would replace files that are no run's, or an earlier run there that cannot be set aside.
     """
-    if _is_of_retrain(folder):
+    if is_of_run(folder) or _is_campaign(folder):
         is_stuck = holds_run(folder) and os.path.ismount(folder.resolve())
         return f"{folder} holds an earlier run, which cannot be renamed: it is a mount point" if is_stuck else ""
     theirs = [name for name in (*RUN_FILES, MANIFEST) if is_not_empty(folder / name)]
     theirs += [] if _is_own_config(folder / CONFIG_FILE) else [CONFIG_FILE]
-    what = f"{list_some(theirs)}, which retrain did not write and would replace"
-    return f"{folder} holds {what}" if theirs else ""
+    return f"{folder} holds {list_some(theirs)}, not of a run, in the place of a run's files" if theirs else ""
 
 
 def require_unoccupied(folder: Path) -> None:
@@ -72,19 +71,20 @@ def require_unoccupied(folder: Path) -> None:
         raise ConfigError(f"{why}.  Try: another --log-dir, such as {folder / 'run'}")
 
 
-def step_aside(path: Path) -> tuple[Path, list[str]]:
-    """Rename the folder of an earlier run or campaign; returns the new one and the names of what stays.
+def step_aside(path: Path, log: Callable[[str], None]) -> Path:
+    """Rename the folder of an earlier run or campaign; returns the new one.
 
-    Files that retrain did not write stay where they are, and so does the working directory.
+    Files that are not part of it stay where they are, and so does the working directory.
     """
     path = path.absolute()
+    held = "a campaign" if (path / MANIFEST).exists() else "an earlier run"
     try:
         # A name that is too long fails here already.
         number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
         aside = Path(f"{path}.{number}")
         names = _OF_CAMPAIGNS if (path / MANIFEST).exists() else _OF_RUNS
         entries = {entry.name: entry for entry in path.iterdir()}
-        own = {name: entry for name, entry in entries.items() if name in names or (entry / RECORD).is_file()}
+        own = {name: entry for name, entry in entries.items() if name in names or _is_adapter(entry, path)}
         if entries.keys() <= {*own, LOCK_FILE} and not Path.cwd().is_relative_to(path.resolve()):
             os.rename(path, aside)
         else:
@@ -93,21 +93,32 @@ def step_aside(path: Path) -> tuple[Path, list[str]]:
         raise ConfigError(
             f"{path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
         ) from error
-    return aside, sorted(entries.keys() - own.keys() - set(_KEPT))
+    can_resume = (aside / MANIFEST).exists() or Checkpoints(aside, 1, log).steps()
+    resume = f" (to resume it: --resume {aside})" if can_resume else ""
+    stays = sorted(entries.keys() - own.keys() - set(_KEPT))
+    others = f" Not moved, since it is not part of it: {list_some(stays)}." if stays else ""
+    log(f"{path} held {held}; it is now {aside}{resume}.{others}")
+    return aside
 
 
-def _is_of_retrain(folder: Path) -> bool:
-    """Whether a run has begun in a folder. A copy may lack the lock, and logs the checkpoints."""
-    # Other programs have files of these names, too.
-    if (folder / LOCK_FILE).exists() or "checkpoint" in read_state(folder) or _is_campaign(folder):
+def is_of_run(folder: Path) -> bool:
+    """Whether a run of a configuration file has begun in a folder. A copy may lack logs or checkpoints."""
+    # Other programs have files of these names, too, and `retrain grpo` has a lock.
+    if "checkpoint" in read_state(folder) or any(folder.glob(f"checkpoints/step_*/{CHECKPOINT_MANIFEST}")):
         return True
-    if any(folder.glob(f"checkpoints/step_*/{CHECKPOINT_MANIFEST}")):
+    if is_not_empty(folder / CONFIG_FILE) and _is_own_config(folder / CONFIG_FILE):
         return True
     try:
         with (folder / METRICS).open("rb") as file:
-            return any(map(has_step, parse_rows(islice(file, 1))))
+            return any(has_step(row) and "condition" in row for row in parse_rows(islice(file, 1)))
     except OSError:
         return False
+
+
+def _is_adapter(folder: Path, log_dir: Path) -> bool:
+    """Whether a folder holds what the run in `log_dir`, or one that is no longer there, has published."""
+    run = publisher(folder)
+    return (folder / RECORD).is_file() and (not Path(run).is_dir() or Path(run).resolve() == log_dir.resolve())
 
 
 def _is_campaign(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Set
 from pathlib import Path
@@ -167,16 +168,11 @@ class RunFolder:
             )
 
     def _step_aside_earlier_run(self) -> None:
-        held = "a campaign" if (self.path / MANIFEST).exists() else "an earlier run"
-        aside, stays = step_aside(self.path)
+        step_aside(self.path, self.log)
         if not self.path.exists():
             self.path.mkdir()
             earlier, self.lock = self.lock, lock_folder(self.path)
             earlier.close()
-        can_resume = (aside / MANIFEST).exists() or Checkpoints(aside, 1, self.log).steps()
-        resume = f" (to resume it: --resume {aside})" if can_resume else ""
-        others = f" Not moved, since retrain did not write it: {list_some(stays)}." if stays else ""
-        self.log(f"{self.path} held {held}; it is now {aside}{resume}.{others}")
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
         self.checkpoint, self.stored, differences = check_resume(config, force, self.log)
@@ -189,11 +185,15 @@ class RunFolder:
     def _with_own_adapter(self, config: TrainConfig, stored: TrainConfig) -> TrainConfig:
         """Point adapter_path into the renamed run folder, if it was inside the old one."""
         adapter, log_dir = Path(config.backend.adapter_path), Path(stored.logging.log_dir).expanduser().parts
+        own = self.path.absolute()
+        before = own.with_name(re.sub(r"\.[0-9]+$", "", own.name))  # if it was set aside
         # The log_dir is stored as it was given, which may be relative to a folder that is not known.
-        was_in = next((folder for folder in adapter.parents if folder.parts[-len(log_dir) :] == log_dir), None)
+        was_in = next(
+            (one for one in adapter.parents if one == before or (log_dir and one.parts[-len(log_dir) :] == log_dir)),
+            None,
+        )
         if config.backend.adapter_path != stored.backend.adapter_path or was_in is None:
             return config
-        own = self.path.absolute()
         moved = own / adapter.relative_to(was_in)
         is_set_aside = own.parent == was_in.parent and own.name.startswith(f"{was_in.name}.")
         if was_in.exists() and not moved.exists() and not is_set_aside:

@@ -29,9 +29,14 @@ def why_kept(target: Path) -> str:
 
 def other_run(target: Path, run: Path) -> str:
     """The folder of another run, still there, that published to `target`; empty if there is none."""
-    other, own = str(_read_record(target).get("run") or ""), run.resolve()
+    other, own = publisher(target), run.resolve()
     is_own = not other or Path(other).resolve() == own or target.resolve().is_relative_to(own)
     return "" if is_own or not Path(other).is_dir() else other
+
+
+def publisher(target: Path) -> str:
+    """The folder of the run that published to `target`, as far as it is known."""
+    return str(_read_record(target).get("run") or "")
 
 
 def publish_folder(target: Path, fill: Callable[[Path], None], run: str = "") -> None:

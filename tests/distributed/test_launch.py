@@ -166,3 +166,12 @@ def test_the_folder_of_a_killed_launcher_is_swept(tmp_path: Path, monkeypatch: p
         assert launching.launch(2, [], tmp_path / "logs") == 3
         other.kill()
     assert list((tmp_path / "tmp").iterdir()) == [folders[1]]
+
+
+@pytest.mark.parametrize(("code", "written"), [(2, []), (1, ["ranks"])])
+def test_ranks_that_are_refused_leave_the_log_folder_as_it_is(
+    code: int, written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "CHILD", ("-c", f"import sys; sys.exit({code})"))
+    assert launching.launch(2, [], tmp_path) == code
+    assert [path.name for path in tmp_path.iterdir()] == written

@@ -15,13 +15,15 @@ from e2e.tiny import write_tokenizer
 
 from retrain.cli import doctor, run
 from retrain.errors import ConfigError
+from retrain.grpo.checks import locked
 from retrain.storage.aside import step_aside
 from retrain.storage.logs import RANK_LOGS, REPORT, SERVER_LOG, TRACKIO_NAME, WANDB_ID
+from retrain.storage.publishing import RECORD
 
 THEIRS = {
     "config.toml": "[server]\nport = 8000\n",
     "eval.jsonl": '{"prompt": "1+1=?", "answer": "2"}\n',
-    "metrics.jsonl": '{"epoch": 1, "loss": 0.5}\n',
+    "metrics.jsonl": '{"step": 1, "loss": 0.5}\n',
     "checkpoints/step_100/model.pt": "weights",
     "manifest.json": '{"name": "an app"}\n',
     "trainer_state.json": '{"global_step": 8, "log_history": []}\n',
@@ -48,10 +50,11 @@ def write(folder: Path, files: dict[str, str]) -> None:
 def test_a_run_is_refused_where_it_would_replace_what_retrain_did_not_write(
     name: str, model: Path, tmp_path: Path
 ) -> None:
-    theirs = {name: THEIRS[name], "notes.txt": "mine"}
+    # `retrain grpo` locks its output folder, too.
+    theirs = {name: THEIRS[name], "notes.txt": "mine", ".lock": ""}
     write(tmp_path / "logs", theirs)
     shown = name.partition("/")[0]
-    with pytest.raises(ConfigError, match=rf"holds {shown}, which retrain did not write.*Try: another --log-dir"):
+    with pytest.raises(ConfigError, match=rf"holds {shown}, not of a run.*Try: another --log-dir"):
         train_quietly(fake_config(model, tmp_path))
     # Nothing is changed, and no lock is left.
     assert contents(tmp_path / "logs") == theirs
@@ -62,7 +65,7 @@ def test_a_run_is_refused_where_it_would_replace_what_retrain_did_not_write(
 def test_a_campaign_is_refused_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "logs"
     write(folder, {"config.toml": THEIRS["config.toml"]})
-    with pytest.raises(ConfigError, match=r"holds config\.toml, which retrain did not write"):
+    with pytest.raises(ConfigError, match=r"holds config\.toml, not of a run"):
         run_with(FakeExecutor(), campaign_config(folder), monkeypatch)
     assert contents(folder) == {"config.toml": THEIRS["config.toml"]}
 
@@ -71,7 +74,7 @@ def test_a_resume_into_such_a_folder_is_refused(model: Path, tmp_path: Path) -> 
     train_quietly(fake_config(model, tmp_path, training__max_steps=2))
     write(tmp_path / "new", {"config.toml": THEIRS["config.toml"]})
     resumed = {"resume__from": str(tmp_path / "logs"), "logging__log_dir": str(tmp_path / "new")}
-    with pytest.raises(ConfigError, match=r"holds config\.toml, which retrain did not write"):
+    with pytest.raises(ConfigError, match=r"holds config\.toml, not of a run"):
         train_quietly(fake_config(model, tmp_path, **resumed))
     assert contents(tmp_path / "new") == {"config.toml": THEIRS["config.toml"]}
 
@@ -89,7 +92,7 @@ def test_doctor_and_explain_say_so_before_the_run(
     assert run([command, "retrain.toml", "--log-dir", "logs/other"]) == 0
     capsys.readouterr()
     assert run([command, "retrain.toml", "--log-dir", "logs", "--json"]) == 1
-    assert "logs holds eval.jsonl, which retrain did not write" in capsys.readouterr().out
+    assert "logs holds eval.jsonl, not of a run" in capsys.readouterr().out
     assert contents(tmp_path / "logs") == {"eval.jsonl": THEIRS["eval.jsonl"]}
 
 
@@ -102,7 +105,7 @@ def test_other_files_stay_when_a_run_steps_aside(model: Path, tmp_path: Path) ->
     for start in range(3):
         config = fake_config(model, tmp_path, training__max_steps=start + 1, **options)
         _, printed = train_quietly(config)
-        stays = "Not moved, since retrain did not write it: figures, notes.txt, problems.jsonl."
+        stays = "Not moved, since it is not part of it: figures, notes.txt, problems.jsonl."
         assert (stays in printed) == (start > 0)
     assert [len(rows(f"{logs}{suffix}")) for suffix in ("", ".1", ".2")] == [3, 1, 2]
     for aside in (f"{logs}.1", f"{logs}.2"):
@@ -130,7 +133,7 @@ def test_all_that_retrain_writes_moves_with_the_run(
         _, printed = train_quietly(
             fake_config(model, tmp_path, training__max_steps=1, training__seed=seed, **everything)
         )
-        assert ("Not moved, since retrain did not write it: notes.txt." in printed) == (seed == 2)
+        assert ("Not moved, since it is not part of it: notes.txt." in printed) == (seed == 2)
         ids.append((logs / WANDB_ID).read_text())
         assert not (logs / REPORT).exists() and (logs / SERVER_LOG).exists() == (seed == 2)
         assert run(["report", str(logs)]) == 0 and run(["card", str(logs), "--no-plots"]) == 0
@@ -152,6 +155,52 @@ def test_a_run_in_the_working_directory_can_be_repeated(
     assert Path.cwd() == work and len(rows(".")) == 1 and len(rows(f"{work}.1")) == 2
     assert run(["--resume", f"{work}.1", "--max-steps", "3"]) == 0
     assert len(rows(f"{work}.1")) == 3
+
+
+def test_a_run_that_left_the_working_directory_takes_its_own_adapter_along(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    for seed in (1, 2):
+        options = {"training__seed": seed, "training__max_steps": 2, "backend__adapter_path": "adapter"}
+        train_quietly(fake_config(model, tmp_path, logging__log_dir=".", **options))
+    later = contents(work / "adapter")
+    assert run(["--resume", f"{work}.1", "--max-steps", "4"]) == 0
+    assert contents(work / "adapter") == later
+    assert json.loads((tmp_path / "work.1" / "adapter" / RECORD).read_text())["run"] == f"{work}.1"
+
+
+def test_the_adapter_of_another_run_stays(model: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    other = {"logging__log_dir": str(tmp_path / "other"), "backend__adapter_path": str(logs / "other_adapter")}
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, **other))
+    before = contents(logs / "other_adapter")
+    for _ in range(2):
+        _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    assert "Not moved, since it is not part of it: other_adapter." in printed
+    assert contents(logs / "other_adapter") == before
+
+
+def test_a_campaign_names_what_stays(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    write(logs, {"rows.jsonl": "mine"})
+    assert run_with(FakeExecutor(), campaign_config(logs), monkeypatch) == 0
+    held = f"{logs} held an earlier run; it is now {logs}.1 (to resume it: --resume {logs}.1)."
+    assert f"{held} Not moved, since it is not part of it: rows.jsonl." in capsys.readouterr().out
+
+
+def test_retrain_grpo_does_not_write_into_the_folder_of_a_run(model: Path, tmp_path: Path) -> None:
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    before = contents(tmp_path / "logs")
+    message = r"holds a run of a TOML file.  Try: another folder"
+    with pytest.raises(ConfigError, match=message), locked(str(tmp_path / "logs")):
+        pass
+    assert contents(tmp_path / "logs") == before
 
 
 def test_an_earlier_run_in_a_mount_point_is_refused_before_anything_is_loaded(
@@ -181,7 +230,7 @@ def test_a_run_that_can_be_moved_only_in_part_stays_whole(
 
     monkeypatch.setattr("retrain.storage.aside.os.rename", third_fails)
     with pytest.raises(ConfigError, match=r"cannot be renamed \(Permission denied\)"):
-        step_aside(logs)
+        step_aside(logs, print)
     assert contents(logs) == before and not Path(f"{logs}.1").exists()
 
 

@@ -169,7 +169,7 @@ def test_an_earlier_run_whose_new_name_would_be_too_long_is_an_error(tmp_path: P
     logs = tmp_path / ("y" * 255)
     logs.mkdir()
     with pytest.raises(ConfigError, match=r"cannot be renamed \(File name too long\)\.  Try: another --log-dir"):
-        step_aside(logs)
+        step_aside(logs, print)
 
 
 def test_an_earlier_run_behind_a_link_steps_aside_and_the_link_stays(run_folder: Path) -> None:

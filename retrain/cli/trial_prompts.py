@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from retrain.checks.preflight import known_context
 from retrain.config import TrainConfig
 from retrain.errors import RetrainError
+from retrain.isolation.redaction import redact
 from retrain.types import Completion, Example, IntArray
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 FIRST_TURN_S = 10.0
 """Limit for what an environment does before it asks for the first turn."""
+SHOWN_FAILURE = 300
 
 
 def measure_prompts(config: TrainConfig, environment: Environment, examples: Sequence[Example]) -> tuple[str, str]:
@@ -37,7 +40,9 @@ def measure_prompts(config: TrainConfig, environment: Environment, examples: Seq
         template = ChatTemplate(load_tokenizer(config.model.model))
     except RetrainError:
         return "", ""  # the check of the tokenizer says why
-    first = _count_first_turn(environment, examples[0], template)
+    first, failure = _count_first_turn(environment, examples[0], template)
+    if failure:
+        return "", f"a rollout failed before its first turn: {failure}"
     if 0 < most < context:
         cut = f"the first turn has {first} tokens, and [training] max_prompt_tokens = {most} cuts off its beginning"
         # Uncut, it may not fit.
@@ -66,13 +71,16 @@ class _Asked(BaseException):
     """Ends a rollout at its first turn: no environment takes it for an error of its own."""
 
 
-def _count_first_turn(environment: Environment, example: Example, template: ChatTemplate) -> int:
-    """The tokens of a rollout's first turn; 0 if they cannot be known, as without resources that a run opens."""
+def _count_first_turn(environment: Environment, example: Example, template: ChatTemplate) -> tuple[int, str]:
+    """The tokens of a rollout's first turn, and how it failed before.
+
+    They are 0 if they cannot be known, as without resources that a run opens.
+    """
     from retrain.environments import ManagedEnvironment, run_rollout  # noqa: PLC0415
     from retrain.environments.chat import Limits, PolicyChat  # noqa: PLC0415
 
     if isinstance(environment, ManagedEnvironment):
-        return 0
+        return 0, ""
     read_end, write_end = os.pipe()
     with warnings.catch_warnings(action="ignore"):  # about threads, which the rollout does not need
         child = os.fork()
@@ -85,18 +93,21 @@ def _count_first_turn(environment: Environment, example: Example, template: Chat
 
         # A rollout may block or end its process, as it may in a run.
         with suppress(BaseException):
-            chat = PolicyChat(template, note, Limits(max_tokens=1, context=sys.maxsize), seed=0)
-            with suppress(BaseException):
+            chat, failure = PolicyChat(template, note, Limits(max_tokens=1, context=sys.maxsize), seed=0), ""
+            try:
                 asyncio.run(run_rollout(environment, example, chat))
-            os.write(write_end, str(max(asked, default=0)).encode())
+            except BaseException as error:
+                failure = "" if asked else redact(f"{type(error).__name__}: {error}")
+            os.write(write_end, json.dumps([max(asked, default=0), failure[:SHOWN_FAILURE]]).encode())
         os._exit(0)
     os.close(write_end)
     is_known = select.select([read_end], [], [], FIRST_TURN_S)[0]
-    written = os.read(read_end, 64) if is_known else b""
+    written = os.read(read_end, select.PIPE_BUF) if is_known else b""
     os.close(read_end)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return int(written or 0)
+    first, failure = json.loads(written or b'[0, ""]')
+    return first, failure
 
 
 def _count_tokens(template: ChatTemplate, prompt: str | Sequence[Message]) -> int:

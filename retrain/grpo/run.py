@@ -26,6 +26,7 @@ from retrain.grpo.rows import load_rows
 from retrain.grpo.settings import RunSettings, read_settings
 from retrain.grpo.trainer import GRPOTrainer
 from retrain.modeling.tokens import explain_missing_model
+from retrain.runtime.permissions import share_weights
 from retrain.runtime.text import plural
 
 SHARED_WITH_DEEPSPEED = {
@@ -63,6 +64,8 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
             raise
     trainer.save_model()
     trainer.save_state()
+    if trainer.accelerator.is_main_process:
+        share_weights(Path(args.output_dir), TRAINER_STATE_NAME)
     rows = trainer.state.log_history[rows_before:]
     found = {row["step"]: row[f"eval_{name}"] for row in rows if f"eval_{name}" in row}
     held_out = f", held-out {name} {describe_change(found, result.global_step)}" if found else ""

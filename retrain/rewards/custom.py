@@ -36,6 +36,11 @@ def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     keywords = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
     extras = tuple(name for name in EXTRAS if takes_all or name in keywords)
+    if [*signature.parameters][:2] == ["reference", "response"]:
+        raise PluginError(
+            f"the reward function {_name_of(function)} takes the reference first, and is called with the response "
+            "first.  Try: def score(response, reference)"
+        )
     if "completions" in keywords:
         raise PluginError(
             f"the reward function {_name_of(function)} takes a list of completions, like TRL's reward functions.  "

@@ -17,8 +17,8 @@ def is_writable_folder(path: Path) -> bool:
     return path.is_dir() and os.access(path, os.W_OK)
 
 
-def share_weights(folder: Path) -> None:
-    """Give weights the permissions of the configuration beside them: safetensors lets only their owner read them."""
-    mode = next(folder.glob("*config.json")).stat().st_mode & 0o777
-    for path in folder.glob("*.safetensors"):
+def share_weights(folder: Path, like: str = "*config.json") -> None:
+    """Give weights the permissions of a file beside them: safetensors lets only their owner read them."""
+    mode = next(folder.glob(like)).stat().st_mode & 0o777
+    for path in folder.rglob("*.safetensors"):
         path.chmod(mode)

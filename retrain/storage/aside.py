@@ -58,8 +58,10 @@ def explain_occupied(folder: Path) -> str:
     It would replace files that are no run's, or an earlier run there that cannot be set aside.
     """
     if is_of_run(folder) or _is_campaign(folder):
-        is_stuck = holds_run(folder) and os.path.ismount(folder.resolve())
-        return f"{folder} holds an earlier run, which cannot be renamed: it is a mount point" if is_stuck else ""
+        place = folder.resolve()
+        why = "it is a mount point" if os.path.ismount(place) else ""
+        why = why or ("" if os.access(place.parent, os.W_OK) else f"{place.parent} cannot be written to")
+        return f"{folder} holds an earlier run, which cannot be renamed: {why}" if why and holds_run(folder) else ""
     theirs = [name for name in (*RUN_FILES, MANIFEST) if is_not_empty(folder / name)]
     theirs += [] if _is_own_config(folder / CONFIG_FILE) else [CONFIG_FILE]
     return f"{folder} holds {list_some(theirs)}, not of a run, in the place of a run's files" if theirs else ""

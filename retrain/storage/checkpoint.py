@@ -24,6 +24,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from retrain.errors import CheckpointError
+from retrain.runtime.permissions import share_weights
 from retrain.storage.publishing import publish_folder, why_kept
 from retrain.types import JsonObject
 
@@ -70,6 +71,7 @@ class Checkpoints:
             manifest = {"format": FORMAT, "step": step, "state": state, "files": digests}
             manifest["seal"] = _seal(manifest)
             (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            share_weights(draft, MANIFEST)
             _sync_tree(draft)
             _remove(target)
             os.rename(draft, target)
@@ -248,6 +250,9 @@ def _verify(path: Path) -> tuple[str, JsonObject]:
         for name, expected in manifest["files"].items():
             if digest(path / name) != expected:
                 return f"{name} does not match its digest", {}
+    except PermissionError as error:
+        hint = f"Try: have its owner make it readable, as with chmod -R g+rX {path.parent.parent}"
+        raise CheckpointError(f"{error.filename} cannot be read: permission denied.  {hint}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}", {}
     return "", manifest

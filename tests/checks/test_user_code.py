@@ -216,6 +216,19 @@ def test_a_worker_rejects_a_function_of_trl_that_comes_from_elsewhere() -> None:
         named_extras(reward)
 
 
+def test_a_function_that_takes_the_reference_first_is_refused() -> None:
+    # Called by position, it would compare the two the wrong way round.
+    def reward(reference: str, response: str) -> float:
+        return float(reference in response)
+
+    def sound(response: str, reference: str) -> float:
+        return float(reference in response)
+
+    with pytest.raises(PluginError, match="takes the reference first, and is called with the response first"):
+        named_extras(reward)
+    assert named_extras(sound) == ()
+
+
 def test_the_command_line_reports_it_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -341,8 +341,8 @@ class Failing(Sound):
         ("Waiting", 0, "9 examples", ""),
         ("Blocking", 0, "9 examples", ""),
         ("Crashing", 0, "9 examples", ""),
-        ("Exiting", 0, "9 examples", ""),
-        ("Failing", 0, "9 examples", ""),
+        ("Exiting", 0, "9 examples; a rollout failed before its first turn: SystemExit: 3", ""),
+        ("Failing", 0, "9 examples; a rollout failed before its first turn: RuntimeError", ""),
         ("Long", 0, "1 example; a prompt has 1502 tokens, and the context length is 256.  Try: [training] max_pro", ""),
     ],
 )

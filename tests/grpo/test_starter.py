@@ -199,6 +199,9 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     last = shown.splitlines()[-1]
     assert re.fullmatch(r"Done: 2 steps, held-out reward \S+ before and \S+ after, logs in logs/tiny\.", last)
     assert Path("logs/tiny/adapter_model.safetensors").is_file()
+    # Whoever may read the state may read the weights.
+    state = Path("logs/tiny/trainer_state.json").stat().st_mode
+    assert {path.stat().st_mode for path in Path("logs/tiny").rglob("*.safetensors")} == {state}
     assert "earlier run" not in shown
     assert run(["status", "logs"]) == 0
     assert "logs/tiny: run, finished" in (listed := capsys.readouterr().out) and "2/2" in listed

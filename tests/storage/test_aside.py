@@ -214,6 +214,17 @@ def test_an_earlier_run_in_a_mount_point_is_refused_before_anything_is_loaded(
     assert contents(tmp_path / "logs") == before
 
 
+def test_an_earlier_run_in_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    before = contents(tmp_path / "logs")
+    monkeypatch.setattr("retrain.storage.aside.os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=rf"cannot be renamed: {tmp_path} cannot be written to.*--log-dir, such as"):
+        train_quietly(fake_config(model, tmp_path))
+    assert contents(tmp_path / "logs") == before
+
+
 def test_a_run_that_can_be_moved_only_in_part_stays_whole(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

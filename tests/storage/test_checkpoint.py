@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from retrain.errors import CheckpointError
 from retrain.storage.checkpoint import Checkpoints, explain_write_error, publish_adapter, write_state_file
@@ -364,3 +367,29 @@ def test_a_checkpoint_under_another_steps_name_is_damaged(checkpoints: Checkpoin
     checkpoints.save(4, {}, write).rename(checkpoints.path_of(9))
     assert checkpoints.newest().step == 2
     assert "step_000009 is damaged (checkpoint.json was changed)" in logged[0]
+
+
+def test_colleagues_can_read_a_checkpoint(tmp_path: Path) -> None:
+    # safetensors lets only the owner read what it writes.
+    def write(folder: Path) -> None:
+        save_file({"a": torch.zeros(1)}, str(folder / "learner.safetensors"))
+        assert (folder / "learner.safetensors").stat().st_mode & 0o777 == 0o600
+
+    checkpoints = Checkpoints(tmp_path, 1, print)
+    before = os.umask(0o022)
+    try:
+        path = checkpoints.save(1, {}, write)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 1, print)
+    path = checkpoints.save(1, {}, lambda folder: None)
+    refused = PermissionError(errno.EACCES, "Permission denied", str(path / "learner.safetensors"))
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=refused))
+    with pytest.raises(CheckpointError, match=rf"safetensors cannot be read: .*chmod -R g\+rX {tmp_path}"):
+        checkpoints.newest()

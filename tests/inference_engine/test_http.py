@@ -479,7 +479,7 @@ def test_a_server_that_keeps_hanging_is_left_out_while_another_replies(
 ) -> None:
     gate = threading.Event()
     with Loopback(model) as second:
-        one = rig(server, second, timeout_s=1.5)
+        one = rig(server, second, timeout_s=4.0)
         one.check()
         second.faults = [lambda body: gate.wait(60) and FAULTS["500"]] * 1000
         for step in range(4):

@@ -159,9 +159,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     limit_openmp_spinning()
     if sys.stdout is None:  # started with it closed
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for as long as the program lives)
-    with redacted_output():
-        code = run(arguments)
+    try:
+        with redacted_output():
+            code = run(arguments)
+    finally:
+        _drop_unread()
     sys.exit(code)
+
+
+def _drop_unread() -> None:
+    """Without the reader of our output, such as `head`, Python would complain as it exits."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass  # told already
 
 
 def _show_bug(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

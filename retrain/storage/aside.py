@@ -70,7 +70,8 @@ def explain_occupied(folder: Path) -> str:
 def require_unoccupied(folder: Path) -> None:
     """Raise if no run may begin in a folder."""
     if why := explain_occupied(folder):
-        raise ConfigError(f"{why}.  Try: another --log-dir, such as {folder / 'run'}")
+        inside = f", such as {folder / 'run'}" if os.access(folder, os.W_OK) else ""
+        raise ConfigError(f"{why}.  Try: another --log-dir{inside}")
 
 
 def step_aside(path: Path, log: Callable[[str], None]) -> Path:

@@ -160,8 +160,7 @@ class RunFolder:
                 f"Warning: {obstacle}, so adapters stay in the checkpoints.  "
                 f"Try: --adapter-path {self.path / 'adapter'}"
             )
-        other = other_run(adapter, self.path)
-        if other:
+        elif other := other_run(adapter, self.path):
             self.log(
                 f"Warning: {adapter} holds the adapter of the run in {other}, and this run replaces it; that run's "
                 f"checkpoints stay.  Try: --adapter-path {self.path / 'adapter'}"

@@ -317,7 +317,7 @@ def test_time_includes_measured_evaluations_and_needs_the_number_of_steps(capsys
     _write(config)
     Path("logs/train").mkdir(parents=True)
     _write(config, "logs/train/config.toml")
-    step = {"step": 0, "batch_size": 2, "group_size": 4, "step_time_s": 9.0}
+    step = {"step": 0, "condition": "grpo+none", "batch_size": 2, "group_size": 4, "step_time_s": 9.0}
     _write(json.dumps(step | {"eval_time_s": 7.0}) + "\n", "logs/train/metrics.jsonl")
     time = _explain(capsys)["time"]
     assert (time["step_seconds"], time["evaluation_seconds"], time["evaluations"]) == (2.0, 7.0, 3)

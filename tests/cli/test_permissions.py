@@ -67,3 +67,14 @@ def test_private_runs_are_left_out_and_one_that_is_named_is_refused(call: Call, 
         done = call(*words)
         assert done.returncode in (1, 2) and "Traceback" not in done.stderr and "permission" in done.stderr
     (tmp_path / "logs" / "private").chmod(0o700)
+
+
+def test_a_reader_that_leaves_early_is_not_complained_about(tmp_path: Path) -> None:
+    # Without PYTHONUNBUFFERED, output stays in a buffer until the program exits.
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-m", "retrain", "--version"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=environment, cwd=tmp_path, check=False)
+    os.close(write_end)
+    assert done.stderr == b""

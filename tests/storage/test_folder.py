@@ -909,6 +909,17 @@ def test_a_file_as_adapter_path_is_a_warning_before_the_first_step(model: Path, 
     assert (tmp_path / "adapter").read_text() == "mine"
 
 
+def test_an_adapter_that_cannot_be_replaced_is_not_said_to_be_replaced(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # That of another user.
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, logging__log_dir=str(tmp_path / "other")))
+    monkeypatch.setattr("retrain.storage.folder.is_writable_folder", lambda path: path != tmp_path / "adapter")
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    before = printed.partition("Step 0")[0]
+    assert "cannot be written to, so adapters stay" in before and "this run replaces it" not in before
+
+
 def test_an_adapter_path_that_cannot_be_written_to_is_a_warning_before_the_first_step(
     model: Path, tmp_path: Path
 ) -> None:

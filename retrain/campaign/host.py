@@ -18,13 +18,13 @@ from typing import TextIO
 
 from retrain.assemble import Overrides
 from retrain.backends.local.shared import SharedModel
-from retrain.campaign.processes import STDERR, STDOUT
 from retrain.config import load_config
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact
 from retrain.runtime.child import end_with_parent
 from retrain.runtime.interrupts import INTERRUPTED
 from retrain.storage.aside import CONFIG_FILE
+from retrain.storage.logs import STDERR, STDOUT
 from retrain.tracking.console import Console
 from retrain.trainer import train
 from retrain.types import StepMetrics

@@ -19,8 +19,8 @@ from retrain.runtime.child import CHILD, PARENT, python_command
 from retrain.storage.aside import CONFIG_FILE, RUN_FILES
 from retrain.storage.checkpoint import Checkpoints, replace_file
 from retrain.storage.folder import with_absolute_paths
+from retrain.storage.logs import STDERR, STDOUT
 
-STDOUT, STDERR = "stdout.log", "stderr.log"
 _ERROR_LINES = 3
 _ERROR_CHARACTERS = 2000
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import Run
-from retrain.campaign.processes import STDERR, RunExit, RunProcess, has_checkpoint, prepare_folder, read_error
+from retrain.campaign.processes import RunExit, RunProcess, has_checkpoint, prepare_folder, read_error
 from retrain.config import dump_config, load_config
 from retrain.errors import ConfigError
 from retrain.runtime.packages import missing
 from retrain.storage.aside import CONFIG_FILE, LOCK_FILE
+from retrain.storage.logs import STDERR
 
 try:
     import ray

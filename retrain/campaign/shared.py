@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import IO
 
 from retrain.campaign.plan import Run
-from retrain.campaign.processes import STDERR, RunExit, prepare_folder, read_error
+from retrain.campaign.processes import RunExit, prepare_folder, read_error
 from retrain.runtime.child import PARENT, python_command
-
-LOG = "shared.log"
+from retrain.storage.logs import SHARED_LOG, STDERR
 
 
 class SharedModelProcess:
@@ -43,7 +42,7 @@ class SharedModelProcess:
 
     def _start_process(self) -> None:
         self.close()
-        with (self.folder / LOG).open("ab") as log:
+        with (self.folder / SHARED_LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 [*python_command(), "-c", "from retrain.campaign.host import main; main()"],
                 stdin=subprocess.PIPE,
@@ -73,7 +72,7 @@ class SharedModelProcess:
             run = self.running.pop(result["name"])
             ended.append(RunExit(run.name, result["exit_code"], read_error(run.folder / STDERR)))
         if died and self.process is not None:
-            code, text = self.process.returncode, read_error(self.folder / LOG)
+            code, text = self.process.returncode, read_error(self.folder / SHARED_LOG)
             ended += [RunExit(name, code or 1, text or "the shared process died") for name in self.running]
             self.running.clear()
         return ended

@@ -24,6 +24,9 @@ from retrain.storage.logs import (
     RANK_LOGS,
     REPORT,
     SERVER_LOG,
+    SHARED_LOG,
+    STDERR,
+    STDOUT,
     TRACKIO_NAME,
     WANDB_ID,
     has_step,
@@ -35,9 +38,9 @@ CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 # Contents of a folder with a run.
 RUN_FILES = (STATE_FILE, *FILES, EVAL_PROBLEMS, "checkpoints", "rollouts")
-_BESIDE = (CONFIG_FILE, WANDB_ID, "wandb", TRACKIO_NAME, RANK_LOGS, REPORT, CARD, "stdout.log", "stderr.log")
+_BESIDE = (CONFIG_FILE, WANDB_ID, "wandb", TRACKIO_NAME, RANK_LOGS, REPORT, CARD, STDOUT, STDERR)
 _OF_RUNS = {name.partition("/")[0] for name in (*RUN_FILES, *_BESIDE)}
-_OF_CAMPAIGNS = _OF_RUNS | {MANIFEST, "runs", "shared.log"}
+_OF_CAMPAIGNS = _OF_RUNS | {MANIFEST, "runs", SHARED_LOG}
 # The server of the run that begins has it open.
 _KEPT = (LOCK_FILE, SERVER_LOG)
 
@@ -52,7 +55,7 @@ def holds_run(folder: Path) -> bool:
     return any(is_not_empty(folder / name) for name in (*RUN_FILES, MANIFEST))
 
 
-def explain_occupied(folder: Path) -> str:
+def _explain_occupied(folder: Path) -> str:
     """Why no run may begin in a folder; "" if it may.
 
     It would replace files that are no run's, or an earlier run there that cannot be set aside.
@@ -69,23 +72,23 @@ def explain_occupied(folder: Path) -> str:
 
 def require_unoccupied(folder: Path) -> None:
     """Raise if no run may begin in a folder."""
-    if why := explain_occupied(folder):
+    if why := _explain_occupied(folder):
         inside = f", such as {folder / 'run'}" if os.access(folder, os.W_OK) else ""
         raise ConfigError(f"{why}.  Try: another --log-dir{inside}")
 
 
-def step_aside(path: Path, log: Callable[[str], None]) -> Path:
-    """Rename the folder of an earlier run or campaign; returns the new one.
+def step_aside(path: Path, log: Callable[[str], None]) -> None:
+    """Rename the folder of an earlier run or campaign.
 
     Files that are not part of it stay where they are, and so does the working directory.
     """
     path = path.absolute()
-    held = "a campaign" if (path / MANIFEST).exists() else "an earlier run"
+    is_campaign = (path / MANIFEST).exists()
     try:
         # A name that is too long fails here already.
         number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
         aside = Path(f"{path}.{number}")
-        names = _OF_CAMPAIGNS if (path / MANIFEST).exists() else _OF_RUNS
+        names = _OF_CAMPAIGNS if is_campaign else _OF_RUNS
         entries = {entry.name: entry for entry in path.iterdir()}
         own = {name: entry for name, entry in entries.items() if name in names or _is_adapter(entry, path)}
         if entries.keys() <= {*own, LOCK_FILE} and not Path.cwd().is_relative_to(path.resolve()):
@@ -96,12 +99,12 @@ def step_aside(path: Path, log: Callable[[str], None]) -> Path:
         raise ConfigError(
             f"{path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
         ) from error
-    can_resume = (aside / MANIFEST).exists() or Checkpoints(aside, 1, log).steps()
+    held = "a campaign" if is_campaign else "an earlier run"
+    can_resume = is_campaign or Checkpoints(aside, 1, log).steps()
     resume = f" (to resume it: --resume {aside})" if can_resume else ""
     stays = sorted(entries.keys() - own.keys() - set(_KEPT))
     others = f" Not moved, since it is not part of it: {list_some(stays)}." if stays else ""
     log(f"{path} held {held}; it is now {aside}{resume}.{others}")
-    return aside
 
 
 def is_of_run(folder: Path) -> bool:

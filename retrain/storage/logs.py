@@ -27,6 +27,8 @@ MANIFEST = "manifest.json"
 # Under which names a resumed run continues in the trackers.
 WANDB_ID, TRACKIO_NAME = "wandb_run_id", "trackio_run_name"
 SERVER_LOG, RANK_LOGS = "vllm.log", "ranks"
+# What a run of a campaign prints, and the process of all runs.
+STDOUT, STDERR, SHARED_LOG = "stdout.log", "stderr.log", "shared.log"
 REPORT, CARD = "report.html", "card"
 # Logs of retrain have no NaN and no infinity; those of other writers become null.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)

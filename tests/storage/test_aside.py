@@ -203,26 +203,21 @@ def test_retrain_grpo_does_not_write_into_the_folder_of_a_run(model: Path, tmp_p
     assert contents(tmp_path / "logs") == before
 
 
-def test_an_earlier_run_in_a_mount_point_is_refused_before_anything_is_loaded(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_mount", [True, False])
+def test_an_earlier_run_that_cannot_be_renamed_is_refused_before_anything_is_loaded(
+    is_mount: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    logs = tmp_path / "logs"
     train_quietly(fake_config(model, tmp_path, training__max_steps=1))
-    before = contents(tmp_path / "logs")
-    monkeypatch.setattr("retrain.storage.aside.os.path.ismount", lambda path: Path(path) == tmp_path / "logs")
-    with pytest.raises(ConfigError, match=r"cannot be renamed: it is a mount point.*Try: another --log-dir"):
+    before = contents(logs)
+    if is_mount:
+        monkeypatch.setattr("retrain.storage.aside.os.path.ismount", lambda path: Path(path) == logs)
+    else:  # in a folder of somebody else
+        monkeypatch.setattr("retrain.storage.aside.os.access", lambda path, mode: Path(path) != tmp_path)
+    why = "it is a mount point" if is_mount else f"{tmp_path} cannot be written to"
+    with pytest.raises(ConfigError, match=rf"cannot be renamed: {why}.*Try: another --log-dir, such as"):
         train_quietly(fake_config(model, tmp_path))
-    assert contents(tmp_path / "logs") == before
-
-
-def test_an_earlier_run_in_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
-    before = contents(tmp_path / "logs")
-    monkeypatch.setattr("retrain.storage.aside.os.access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(ConfigError, match=rf"cannot be renamed: {tmp_path} cannot be written to.*--log-dir, such as"):
-        train_quietly(fake_config(model, tmp_path))
-    assert contents(tmp_path / "logs") == before
+    assert contents(logs) == before
 
 
 def test_a_run_that_can_be_moved_only_in_part_stays_whole(

@@ -42,7 +42,7 @@ def measure_prompts(config: TrainConfig, environment: Environment, examples: Seq
         return "", ""  # the check of the tokenizer says why
     first, failure = _count_first_turn(environment, examples[0], template)
     if failure:
-        return "", f"a rollout failed before its first turn: {failure}"
+        return "", failure
     if 0 < most < context:
         cut = f"the first turn has {first} tokens, and [training] max_prompt_tokens = {most} cuts off its beginning"
         # Uncut, it may not fit.
@@ -72,7 +72,7 @@ class _Asked(BaseException):
 
 
 def _count_first_turn(environment: Environment, example: Example, template: ChatTemplate) -> tuple[int, str]:
-    """The tokens of a rollout's first turn, and how it failed before.
+    """The tokens of a rollout's first turn, and what is wrong if it has none.
 
     They are 0 if they cannot be known, as without resources that a run opens.
     """
@@ -93,12 +93,14 @@ def _count_first_turn(environment: Environment, example: Example, template: Chat
 
         # A rollout may block or end its process, as it may in a run.
         with suppress(BaseException):
-            chat, failure = PolicyChat(template, note, Limits(max_tokens=1, context=sys.maxsize), seed=0), ""
+            chat = PolicyChat(template, note, Limits(max_tokens=1, context=sys.maxsize), seed=0)
+            failure = "a rollout ended without calling the model.  Try: reply = await chat.ask(example.prompt)"
             try:
                 asyncio.run(run_rollout(environment, example, chat))
             except BaseException as error:
-                failure = "" if asked else redact(f"{type(error).__name__}: {error}")
-            os.write(write_end, json.dumps([max(asked, default=0), failure[:SHOWN_FAILURE]]).encode())
+                failure = redact(f"a rollout failed before its first turn: {type(error).__name__}: {error}")
+            result = (max(asked), "") if asked else (0, failure[:SHOWN_FAILURE])
+            os.write(write_end, json.dumps(result).encode())
         os._exit(0)
     os.close(write_end)
     is_known = select.select([read_end], [], [], FIRST_TURN_S)[0]

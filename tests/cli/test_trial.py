@@ -276,7 +276,9 @@ from retrain.types import Example
 class Sound:
     def __init__(self, section, log): pass
     def examples(self, split): return [Example(f"{n}+1=?", str(n + 1), id=str(n)) for n in range(9)]
-    async def rollout(self, example, chat): return Outcome(0.0)
+    async def rollout(self, example, chat):
+        await chat.ask(example.prompt)
+        return Outcome(0.0)
 
 class NoTest(Sound):
     def examples(self, split): return super().examples(split) if split == "train" else []
@@ -291,7 +293,7 @@ class WrongType(Sound):
     def examples(self, split): return ["1+1=?"]
 
 class Long(Sound):
-    def examples(self, split): return [Example("1+1=?" * 300, "2", id="1")]
+    def examples(self, split): return [Example("1+1=?", "2", id="1"), Example("1+1=?" * 300, "2", id="2")]
 
 class Tools(Sound):
     async def rollout(self, example, chat):
@@ -323,6 +325,12 @@ class Exiting(Sound):
 
 class Failing(Sound):
     async def rollout(self, example, chat): raise RuntimeError
+
+class Silent(Sound):
+    async def rollout(self, example, chat): return Outcome(1.0)
+
+class Unawaited(Sound):
+    async def rollout(self, example, chat): return Outcome(len(chat.ask(example.prompt).text))
 """
 
 
@@ -343,7 +351,9 @@ class Failing(Sound):
         ("Crashing", 0, "9 examples", ""),
         ("Exiting", 0, "9 examples; a rollout failed before its first turn: SystemExit: 3", ""),
         ("Failing", 0, "9 examples; a rollout failed before its first turn: RuntimeError", ""),
-        ("Long", 0, "1 example; a prompt has 1502 tokens, and the context length is 256.  Try: [training] max_pro", ""),
+        ("Silent", 0, "9 examples; a rollout ended without calling the model.  Try: reply = await chat.ask(", ""),
+        ("Unawaited", 0, "9 examples; a rollout failed before its first turn: AttributeError: 'coroutine'", ""),
+        ("Long", 0, "2 examples; a prompt has 1502 tokens, and the context length is 256.  Try: [training] max_pr", ""),
     ],
 )
 def test_the_examples_of_an_environment_are_those_of_the_run(
@@ -375,7 +385,7 @@ def test_an_environment_is_tried_last_and_long_prompts_may_be_cut(folder: Path) 
     found = trial._try_environment(load_config(None, HERE | cut))
     assert isinstance(found, trial.Doubt) and "max_prompt_tokens = 128 cuts off its beginning, tools" in found.text
     config = load_config(None, HERE | environment | {"training.max_prompt_tokens": 128})
-    assert trial._try_environment(config) == "tried_env.Long loaded: 1 example"
+    assert trial._try_environment(config) == "tried_env.Long loaded: 2 examples"
 
 
 @pytest.mark.slow

@@ -24,9 +24,8 @@ class Proxy:
     """Serves at `url` until it is closed; `target` is the server behind it."""
 
     def __init__(self, target: str) -> None:
-        self.http = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_Handler,), {"client": httpx.Client(base_url=target, timeout=600)})
-        )
+        self.client = httpx.Client(base_url=target, timeout=600)
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"client": self.client}))
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
@@ -34,6 +33,7 @@ class Proxy:
     def close(self) -> None:
         self.http.shutdown()
         self.http.server_close()
+        self.client.close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -203,8 +203,10 @@ class USLBackPressure:
         """The law and the action after the last step."""
         law, best = self.law, None
         if law is not None and self.throughput is not None:
-            largest = self.settings.max_batch_size * self.group_size
-            best = law.throughput(min(law.p_star, largest))
+            sizes = (self.settings.min_batch_size, self.settings.max_batch_size)
+            smallest, largest = (size * self.group_size for size in sizes)
+            # A law that only falls, as of noisy steps, has its peak below one completion, where it means nothing.
+            best = law.throughput(min(max(law.p_star, smallest), largest))
         return {
             "bp_action": self.action,
             "bp_regime": self.regime,

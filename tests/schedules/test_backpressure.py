@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,26 @@ def test_a_restored_watcher_decides_as_the_one_that_went_on() -> None:
     blank = pressure()
     blank.load_state_dict(NoBackPressure().state_dict())
     assert blank.observed == 0
+
+
+@pytest.mark.parametrize(("sigma", "kappa"), [(1.0, 0.01), (1.0, 10.0), (0.99, 1.0)])
+def test_throughput_that_only_falls_is_best_at_the_smallest_size(sigma: float, kappa: float) -> None:
+    falling = pressure(1, warmup_steps=12)
+    law = USL(100.0, sigma, kappa)
+    assert drive(falling, law, 20, noise=0.0)[-1] == 1
+    assert falling.metrics()["bp_utilization"] == pytest.approx(1.0, rel=1e-3)
+    falling.law = law
+    assert law.p_star < 1 and falling.metrics()["bp_utilization"] == pytest.approx(1.0, rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-3, 1e9)), max_size=30))
+def test_steps_of_any_speed_have_metrics(steps: list[tuple[int, float]]) -> None:
+    watcher = pressure(1, warmup_steps=1)
+    for batch_size, throughput in steps:
+        watcher.observe(step_of(batch_size, 1, throughput))
+        assert 1 <= watcher.recommend(batch_size) <= 64
+        share = watcher.metrics()["bp_utilization"]
+        assert share is None or 0 < float(share) < math.inf
 
 
 def test_both_kinds_log_the_same_keys() -> None:

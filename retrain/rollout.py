@@ -288,6 +288,8 @@ class Failures:
         self.place = ""
         self.shown: set[str] = set()
         """The places whose first failure was printed."""
+        self.noted: set[str] = set()
+        """The places where rewards of None were pointed out."""
         self.has_scored = False
         self.expected: int | None = None
         """Scores of the batch that is checked in parts; None if each check is of a whole batch."""
@@ -332,6 +334,14 @@ class Failures:
         return max(self.expected or 0, len(self.checked) + part)
 
     def _check_none(self, scores: Sequence[Score]) -> None:
+        """Point out once that rewards of a batch are None; stop if there has been no other one."""
+        none = sum(score.outcome == "none" for score in scores)
+        if none and self.has_scored and self.place not in self.noted:
+            self.noted.add(self.place)
+            self.log(
+                f"The reward returned None for {none} of {len(scores)} {self.things}{self.place}. They count in no "
+                "rate and are not trained on; for a wrong answer, return 0.0 (shown once)."
+            )
         if scores and not self.has_scored and not any(score.failed for score in scores):
             raise RolloutError(
                 f"the reward returned None for all {len(scores)} {self.things}{self.place}, so there is nothing to "

@@ -327,7 +327,13 @@ def resume(parts: Parts) -> RunState:
     if checkpoint is None:
         return RunState(batch_size=parts.config.training.batch_size)
     saved = checkpoint.state
-    parts.backend.load(checkpoint.path)
+    try:
+        parts.backend.load(checkpoint.path)
+    except FileNotFoundError as error:
+        if checkpoint.path.exists():
+            raise
+        # Its run is in progress and keeps the newest ones only.
+        raise CheckpointError(f"{checkpoint.path} was deleted meanwhile.  Try: resume again") from error
     parts.order.load_state_dict(saved["order"])
     for edit in parts.inputs.add_earlier(saved):
         parts.console.print(f"Warning: {edit}")

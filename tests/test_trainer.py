@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -313,6 +314,7 @@ def test_a_reward_that_does_not_apply_to_most_leaves_them_out(model: Path, tmp_p
         assert (row["reward_errors"], row["num_datums"], row["correct_rate"]) == (0, 4, 0.5)
         assert row["rewards_none"] == 8
     assert "failed" not in printed
+    assert printed.count("The reward returned None for 8 of 12 completions. They count in no rate") == 1
     assert "  group: 1/6 correct | answer=0 | 4 without a score\n" in printed
     assert [row["outcome"] for row in rows(tmp_path / "logs", "emergence/generations.jsonl")][:3] == [
         "right",
@@ -362,7 +364,7 @@ def test_a_step_in_which_nothing_is_scored_has_no_rate(model: Path, tmp_path: Pa
     alone = collect(logs[:1])
     assert "3 of 6 steps have no score and are left out." in alone["verdict"]["sentence"]
     (check,) = [check for check in alone["runs"][0]["health"] if check["name"] == "reward errors"]
-    assert check["value"] == "0% of scores failed"
+    assert check["value"] == "0% of scores failed, 50% of rewards are None"
 
 
 def test_a_negative_reward_ends_a_run_with_maxrl_before_it_is_trained_on(
@@ -888,6 +890,21 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(model: Path, 
         runs.append((rows_without_times(folder / "logs"), rows(folder / "logs", "emergence/generations.jsonl")))
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
+
+
+def test_a_checkpoint_that_is_deleted_while_the_model_loads_is_said_to_be(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+
+    def load(self: object, path: Path) -> None:
+        shutil.rmtree(path)  # as its run, still in progress, deletes older ones
+        raise FileNotFoundError(path / "learner.safetensors")
+
+    monkeypatch.setattr(FakeBackend, "load", load)
+    resumed = {"resume__from": str(tmp_path / "logs"), "logging__log_dir": str(tmp_path / "other")}
+    with pytest.raises(CheckpointError, match=r"step_000001 was deleted meanwhile.  Try: resume again"):
+        train_quietly(fake_config(model, tmp_path, training__max_steps=2, **resumed))
 
 
 def test_a_fresh_seed_is_written_down_and_taken_up_by_a_resume(model: Path, tmp_path: Path) -> None:

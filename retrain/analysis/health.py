@@ -27,9 +27,11 @@ BAD: tuple[Level, ...] = ("warning", "problem")
 METRIC_KEYS = (
     "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
     "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
-    "turns", "groups_sampled", "skipped_steps", "context_hit_rate",
+    "rewards_none", "turns", "groups_sampled", "skipped_steps", "context_hit_rate",
 )  # fmt: skip
 """The numbers of metrics.jsonl that the checks read."""
+NONE_LIMITS = (0.1, 0.5)
+"""Shares of rewards of None that are a warning and a problem: the reward may forget to return 0.0."""
 TOPICS = {
     "learning": "no-learning", "entropy": "entropy-collapse", "sampler–trainer mismatch": "mismatch",
 }  # fmt: skip
@@ -75,7 +77,7 @@ def check_health(
         _wait(_check_truncation(metrics), len(metrics)),
         _wait(_limit("dead groups", metrics, dead_share, (0.5, 0.9), "of groups gave no signal", ""), len(metrics)),
         _check_mismatch(metrics),
-        _check_reward_errors(metrics, evaluations),
+        _check_rewards(metrics, evaluations),
         _check_diversity(evaluations),
     ]
 
@@ -133,11 +135,29 @@ def error_share(row: Row) -> float | None:
     return float(row["reward_errors"]) / count if count and row.get("reward_errors") is not None else None
 
 
+def none_share(row: Row) -> float | None:
+    """The share of completions for which the reward returned None."""
+    count = groups_sampled(row) * float(row.get("group_size") or 0)
+    return float(row["rewards_none"]) / count if count and row.get("rewards_none") is not None else None
+
+
 def eval_error_share(row: Row) -> float | None:
     """The share of an evaluation's completions whose scoring failed; older rows do not have it."""
-    errors, problems, sampling = (row.get(key) for key in ("eval_reward_errors", "counted", "sampling"))
-    failed, samples = _number(errors), _number(sampling.get("n")) if isinstance(sampling, Mapping) else None
-    return failed / (len(problems) * samples) if failed is not None and problems and samples else None
+    failed, count = _number(row.get("eval_reward_errors")), _count_evaluated(row)
+    return failed / count if failed is not None and count else None
+
+
+def eval_none_share(row: Row) -> float | None:
+    """The share of an evaluation's completions for which the reward returned None."""
+    failed, count = eval_error_share(row), _count_evaluated(row)
+    return None if failed is None or not count else max(0.0, 1 - sum(row["counted"]) / count - failed)
+
+
+def _count_evaluated(row: Row) -> float | None:
+    """The completions of an evaluation."""
+    problems, sampling = row.get("counted"), row.get("sampling")
+    samples = _number(sampling.get("n")) if isinstance(sampling, Mapping) else None
+    return len(problems) * samples if problems and samples else None
 
 
 def _wait(check: Check, steps: int) -> Check:
@@ -177,8 +197,30 @@ def _check_truncation(metrics: Sequence[Row]) -> Check:
     return check
 
 
+def _check_rewards(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
+    """Completions that rates miss, in training and in the newest evaluation: failed scores, and rewards of None."""
+    check = _check_reward_errors(metrics, evaluations)
+    low, high = NONE_LIMITS
+    rule = f"{check.rule}; of None: warning from {_percent(low)}, problem from {_percent(high)}"
+    level, since, values = check.level, [check.step], [check.value] if check.level != "unknown" else []
+    evaluated = [(int(row["step"]), share) for row in evaluations if (share := eval_none_share(row)) is not None]
+    for shares, where in ((_means(metrics, none_share), ""), (evaluated, " in the newest evaluation")):
+        if shares and shares[-1][1] >= low:
+            found: Level = "problem" if shares[-1][1] >= high else "warning"
+            level = max(level, found, key=SEVERITY.__getitem__)
+            values.append(f"{_percent(shares[-1][1])} of rewards are None{where}")
+            since.append(_since_step(shares, lambda share: share >= low))
+    return replace(
+        check,
+        level=level,
+        value=", ".join(values) or check.value,
+        rule=rule,
+        step=min((step for step in since if step is not None), default=None),
+        filter=check.filter if check.is_bad else "",
+    )
+
+
 def _check_reward_errors(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
-    """Failed scores in training, and in the newest evaluation, whose rates miss them."""
     limits = (0.001, 0.1)
     check = _limit("reward errors", metrics, error_share, limits, "of scores failed", "errors")
     check = replace(check, rule=f"{check.rule}, or in the newest evaluation")

@@ -47,7 +47,8 @@ def choose_folder(config: TrainConfig) -> Path:
             raise ConfigError(f"[logging] log_dir = {str(log_dir)!r} is not the campaign to resume, {resumed}.")
         return resumed
     if config.campaign_folder:
-        return log_dir
+        # As for a run: an earlier one is renamed where it is, and the link still leads to its disk.
+        return log_dir.resolve() if log_dir.is_symlink() else log_dir
     name = datetime.now().strftime("campaign_%Y%m%d_%H%M%S")
     candidates = (log_dir.parent / f"{name}{suffix}" for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
     return next(path for path in candidates if not path.exists())

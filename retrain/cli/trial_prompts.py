@@ -107,7 +107,9 @@ def _count_first_turn(environment: Environment, example: Example, template: Chat
     written = os.read(read_end, select.PIPE_BUF) if is_known else b""
     os.close(read_end)
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not written and status > 0:
+        return 0, f"a rollout ended its process with status {status} before its first turn"
     first, failure = json.loads(written or b'[0, ""]')
     return first, failure
 

@@ -14,8 +14,16 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, SchedulerType, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    SchedulerType,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from retrain.builtin import resolve_model
 from retrain.errors import ConfigError
@@ -35,9 +43,19 @@ SHARED_WITH_DEEPSPEED = {
 }
 
 
+class SharedCheckpoints(TrainerCallback):  # type: ignore[misc]
+    """Makes the weights of each checkpoint as readable as its other files."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Called after a checkpoint was written."""
+        if args.should_save:
+            share_weights(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", TRAINER_STATE_NAME)
+
+
 def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any:
     """Train with the trainer that the settings describe, and save the model to output_dir."""
     trainer = build_trainer(settings)
+    trainer.add_callback(SharedCheckpoints())
     args = trainer.args
     say = log if trainer.accelerator.is_main_process else lambda line: None
     label = settings.get("name") or settings["model_name_or_path"]
@@ -64,7 +82,7 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
             raise
     trainer.save_model()
     trainer.save_state()
-    if trainer.accelerator.is_main_process:
+    if args.should_save:
         share_weights(Path(args.output_dir), TRAINER_STATE_NAME)
     rows = trainer.state.log_history[rows_before:]
     found = {row["step"]: row[f"eval_{name}"] for row in rows if f"eval_{name}" in row}

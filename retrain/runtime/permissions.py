@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,5 +21,8 @@ def is_writable_folder(path: Path) -> bool:
 def share_weights(folder: Path, like: str = "*config.json") -> None:
     """Give weights the permissions of a file beside them: safetensors lets only their owner read them."""
     mode = next(folder.glob(like)).stat().st_mode & 0o777
-    for path in folder.rglob("*.safetensors"):
-        path.chmod(mode)
+    for path in folder.glob("*.safetensors"):
+        # A file of somebody else that was overwritten keeps its owner, who alone may change its permissions.
+        with contextlib.suppress(PermissionError):
+            if not path.is_symlink():
+                path.chmod(mode)

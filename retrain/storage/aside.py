@@ -123,8 +123,11 @@ def is_of_run(folder: Path) -> bool:
 
 def _is_adapter(folder: Path, log_dir: Path) -> bool:
     """Whether a folder holds what the run in `log_dir`, or one that is no longer there, has published."""
-    run = publisher(folder)
-    return (folder / RECORD).is_file() and (not Path(run).is_dir() or Path(run).resolve() == log_dir.resolve())
+    try:
+        run = Path(publisher(folder))
+        return (folder / RECORD).is_file() and (not run.is_dir() or run.resolve() == log_dir.resolve())
+    except OSError:
+        return False  # a private folder
 
 
 def _is_campaign(folder: Path) -> bool:

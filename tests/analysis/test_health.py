@@ -129,6 +129,25 @@ def test_failed_scores_of_the_newest_evaluation_count(
         assert (unlogged.level, unlogged.value) == (level, "31.2% in the newest evaluation: scores failed")
 
 
+@pytest.mark.parametrize(
+    ("none", "scored", "level", "value"),
+    [
+        (26, 0.05, "problem", "0% of scores failed, 81.2% of rewards are None, 95% of rewards are None in the newest"),
+        (4, 1.0, "warning", "0% of scores failed, 12.5% of rewards are None"),
+        (0, 0.5, "problem", "0% of scores failed, 50% of rewards are None in the newest evaluation"),
+        (3, 1.0, "ok", "0% of scores failed"),
+    ],
+)
+def test_rewards_of_none_are_pointed_out(none: int, scored: float, level: str, value: str) -> None:
+    setup = {"sampling": {"n": 1}, "correct": [0] * 40, "counted": [int(at < 40 * scored) for at in range(40)]}
+    rows = [evaluation(at, 0.5, 0.5) | setup | {"eval_reward_errors": 0} for at in (0, 20)]
+    found = find("reward errors", check_health(steps(late=0, rewards_none=none), rows))
+    assert found.level == level and found.value.startswith(value) and (found.step == 0) == found.is_bad
+    if level == "problem":
+        unlogged = find("reward errors", check_health([{"step": 0}], rows))
+        assert unlogged.value == f"{1 - scored:.0%} of rewards are None in the newest evaluation"
+
+
 @pytest.mark.parametrize("count", [20, *slow(60)])
 def test_a_reward_that_only_fluctuates_is_neither_learning_nor_a_problem(count: int) -> None:
     rng = np.random.default_rng(count)

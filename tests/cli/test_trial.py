@@ -348,7 +348,7 @@ class Unawaited(Sound):
         ("Wide", 0, "of 256 tokens, which leaves less than [training] max_tokens = 32.  Try: max_tokens = ", ""),
         ("Waiting", 0, "9 examples", ""),
         ("Blocking", 0, "9 examples", ""),
-        ("Crashing", 0, "9 examples", ""),
+        ("Crashing", 0, "9 examples; a rollout ended its process with status 3 before its first turn", ""),
         ("Exiting", 0, "9 examples; a rollout failed before its first turn: SystemExit: 3", ""),
         ("Failing", 0, "9 examples; a rollout failed before its first turn: RuntimeError", ""),
         ("Silent", 0, "9 examples; a rollout ended without calling the model.  Try: reply = await chat.ask(", ""),

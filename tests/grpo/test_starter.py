@@ -193,15 +193,18 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     capsys.readouterr()
     words = ["max_steps=2", "save_steps=2", "per_device_train_batch_size=16", "max_completion_length=24"]
     words += ["save_total_limit=1"]  # so that a resume deletes what it is resumed from
+    Path("logs/tiny/base").mkdir(parents=True)
+    Path("logs/tiny/base/model.safetensors").touch(mode=0o600)
     assert run(["grpo", "configs/run/tiny.yaml", *words, "max_val_examples=2", "max_train_examples=16"]) == 0
     shown = capsys.readouterr().out
     assert "tiny on arithmetic: 16 prompts" in shown
     last = shown.splitlines()[-1]
     assert re.fullmatch(r"Done: 2 steps, held-out reward \S+ before and \S+ after, logs in logs/tiny\.", last)
     assert Path("logs/tiny/adapter_model.safetensors").is_file()
-    # Whoever may read the state may read the weights.
-    state = Path("logs/tiny/trainer_state.json").stat().st_mode
-    assert {path.stat().st_mode for path in Path("logs/tiny").rglob("*.safetensors")} == {state}
+    # Whoever may read the state may read the weights of the run, and of nothing else.
+    modes = {path: path.stat().st_mode for path in Path("logs/tiny").rglob("*.safetensors")}
+    assert modes.pop(Path("logs/tiny/base/model.safetensors")) & 0o777 == 0o600
+    assert len(modes) == 2 and set(modes.values()) == {Path("logs/tiny/trainer_state.json").stat().st_mode}
     assert "earlier run" not in shown
     assert run(["status", "logs"]) == 0
     assert "logs/tiny: run, finished" in (listed := capsys.readouterr().out) and "2/2" in listed

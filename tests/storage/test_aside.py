@@ -194,6 +194,32 @@ def test_a_campaign_names_what_stays(
     assert f"{held} Not moved, since it is not part of it: rows.jsonl." in capsys.readouterr().out
 
 
+def test_a_campaign_leaves_a_link_where_it_is(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, link = tmp_path / "disk", tmp_path / "logs"
+    disk.mkdir()
+    link.symlink_to(disk)
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    assert run_with(FakeExecutor(), campaign_config(link), monkeypatch) == 0
+    assert link.readlink() == disk and (disk / "manifest.json").is_file() and rows(f"{disk}.1")
+
+
+def test_a_private_folder_in_a_log_folder_stays(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    (tmp_path / "logs" / "theirs").mkdir(mode=0o700)
+    is_file = Path.is_file
+
+    def look(path: Path) -> bool:
+        # Root may look into any folder.
+        if path.parent == tmp_path / "logs" / "theirs":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", look)
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    assert "Not moved, since it is not part of it: theirs." in printed
+    assert (tmp_path / "logs" / "theirs").is_dir() and len(rows(f"{tmp_path}/logs.1")) == 1
+
+
 def test_retrain_grpo_does_not_write_into_the_folder_of_a_run(model: Path, tmp_path: Path) -> None:
     train_quietly(fake_config(model, tmp_path, training__max_steps=1))
     before = contents(tmp_path / "logs")

@@ -70,15 +70,16 @@ def check_health(
     Rewards before `edited_at`, when data, code or options were changed, do not compare with later ones.
     """
     evaluations = comparable(evaluations)
+    scored = [row for row in evaluations if any(row.get("counted", (1,)))]
     return [
-        _check_learning([row for row in metrics if row["step"] >= edited_at], evaluations),
+        _check_learning([row for row in metrics if row["step"] >= edited_at], scored),
         _check_entropy(metrics),
         _wait(_check_length(metrics, max_tokens), len(metrics)),
         _wait(_check_truncation(metrics), len(metrics)),
         _wait(_limit("dead groups", metrics, dead_share, (0.5, 0.9), "of groups gave no signal", ""), len(metrics)),
         _check_mismatch(metrics),
         _check_rewards(metrics, evaluations),
-        _check_diversity(evaluations),
+        _check_diversity(scored),
     ]
 
 

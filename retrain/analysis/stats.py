@@ -322,6 +322,8 @@ def bootstrap_intervals(differences: Floats, alpha: float, draws: int) -> tuple[
     scores = np.where(none, np.copysign(np.inf, off), off / np.where(none, 1.0, errors))
     ordered = np.sort(scores, axis=1)
     cut = int((draws + 1) * alpha / 2)
+    if not cut:  # too few resamples for tails as thin as these
+        return np.full_like(mean, -np.inf), np.full_like(mean, np.inf)
     return mean - ordered[:, draws - cut] * error, mean - ordered[:, cut - 1] * error
 
 

@@ -43,7 +43,7 @@ def choose_folder(config: TrainConfig) -> Path:
         if not (resumed / MANIFEST).is_file():
             raise CheckpointError(f"{resumed} has no {MANIFEST}, so there is no campaign to resume.")
         is_default = config.logging.log_dir == options_by_path()["logging.log_dir"].default
-        if not is_default and log_dir != resumed:
+        if not is_default and log_dir.resolve() != resumed.resolve():
             raise ConfigError(f"[logging] log_dir = {str(log_dir)!r} is not the campaign to resume, {resumed}.")
         return resumed
     if config.campaign_folder:

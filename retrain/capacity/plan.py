@@ -126,7 +126,7 @@ def _plan_sampling(shape: Shape, work: Workload, free: int, free_at_start: int) 
         row = dense_capacity(work.longest) * token
         limit = room if work.sampler.cache_room is None else min(room, work.sampler.cache_room)
         at_once = min(cache_share(limit) // row, rows)
-        return SamplingPlan(merging, copies, max(at_once, 1) * row, logits, at_once, at_once > 0)
+        return SamplingPlan(merging, copies, max(at_once, 1) * row, logits, max(at_once, 1), at_once > 0)
     needed = blocks_at_limits(work, rows)
     fitting = cache_share(beside_logits(running, shape.vocabulary, room)) // (BLOCK * token)
     least = blocks_for(work.longest) + 1

@@ -82,7 +82,7 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
             raise
     trainer.save_model()
     trainer.save_state()
-    if args.should_save:
+    if trainer.accelerator.is_main_process:
         share_weights(Path(args.output_dir), TRAINER_STATE_NAME)
     rows = trainer.state.log_history[rows_before:]
     found = {row["step"]: row[f"eval_{name}"] for row in rows if f"eval_{name}" in row}

@@ -148,6 +148,14 @@ def test_rewards_of_none_are_pointed_out(none: int, scored: float, level: str, v
         assert unlogged.value == f"{1 - scored:.0%} of rewards are None in the newest evaluation"
 
 
+def test_an_evaluation_in_which_nothing_was_scored_is_no_decline() -> None:
+    empty = {"sampling": {"n": 1}, "correct": [0] * 40, "counted": [0] * 40, "eval_reward_errors": 0}
+    rows = [evaluation(0, 0.5, 0.5), evaluation(20, 0.6, 0.6), evaluation(40, 0.0, 0.0) | empty]
+    checks = check_health(steps(rewards_none=0), rows)
+    assert find("learning", checks).value.startswith("held-out 50% → 60%")
+    assert find("reward errors", checks).value.endswith("100% of rewards are None in the newest evaluation")
+
+
 @pytest.mark.parametrize("count", [20, *slow(60)])
 def test_a_reward_that_only_fluctuates_is_neither_learning_nor_a_problem(count: int) -> None:
     rng = np.random.default_rng(count)

@@ -16,6 +16,7 @@ from retrain.analysis.looks import Looks, sequential_level
 from retrain.analysis.stats import (
     Floats,
     adjust_holm,
+    bootstrap_interval,
     bootstrap_intervals,
     compare,
     compare_problems,
@@ -61,6 +62,12 @@ def test_the_bootstrap_interval_covers_the_truth_in_93_to_97_of_100_campaigns(no
     exists = np.isfinite(low) & np.isfinite(high)
     assert exists.mean() > 0.9
     assert 0.925 <= np.mean(((low <= 0) & (high >= 0))[exists]) <= 0.97
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 2e-4, 0.5])
+def test_tails_thinner_than_the_resamples_have_no_bootstrap_interval(alpha: float) -> None:
+    interval = bootstrap_interval(np.array([0.1, 0.25, 0.32, 0.47, 0.51, 0.68, 0.7, 0.83]), alpha)
+    assert (interval is None) == (alpha < 2e-4)
 
 
 @pytest.mark.parametrize("conditions", [1, 4])

@@ -739,6 +739,8 @@ def test_resuming_needs_a_campaign_and_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     assert choose_folder(campaign_config(None, {"resume": {"from": str(tmp_path)}})) == tmp_path
     assert choose_folder(campaign_config(tmp_path, {"resume": {"from": str(tmp_path)}})) == tmp_path
+    (tmp_path / "link").symlink_to(".")
+    assert choose_folder(campaign_config(tmp_path, {"resume": {"from": str(tmp_path / "link")}})) == tmp_path / "link"
     with pytest.raises(ConfigError, match="is not the campaign to resume"):
         choose_folder(campaign_config(tmp_path / "other", {"resume": {"from": str(tmp_path)}}))
 

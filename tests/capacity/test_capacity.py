@@ -216,12 +216,18 @@ def test_a_step_that_overlaps_keeps_cache_and_copies_while_it_trains() -> None:
     assert overlapped.sampling.merging == "copies"
 
 
-@given(st.floats(0.1, 200), st.sampled_from(["none", "int8", "nf4"]), st.integers(1, 40_000), st.booleans())
+@given(
+    st.floats(0.1, 200), st.sampled_from(["none", "int8", "nf4"]), st.integers(1, 40_000), st.booleans(), st.booleans()
+)
 def test_no_plan_has_a_negative_number_or_exceeds_a_gpu_that_it_fits(
-    gigabytes: float, quantization: str, max_tokens: int, overlaps: bool
+    gigabytes: float, quantization: str, max_tokens: int, overlaps: bool, is_paged: bool
 ) -> None:
-    work = replace(W1, quantization=quantization, max_tokens=max_tokens, overlaps=overlaps)
+    sampler = Sampler(is_paged=is_paged)
+    work = replace(W1, quantization=quantization, max_tokens=max_tokens, overlaps=overlaps, sampler=sampler)
     plan: MemoryPlan = plan_memory(qwen(), work, int(gigabytes * GB))
+    assert all(
+        phase.flops >= 0 and 0 <= phase.bytes < math.inf for phase in sampling_phases(qwen(), work, plan.sampling)
+    )
     assert min(vars(plan)[part] for part in MEMORY_PARTS) >= 0
     assert 1 <= plan.sampling.at_once <= work.completions
     assert not plan.fits or plan.total <= gigabytes * GB - CONTEXT_BYTES

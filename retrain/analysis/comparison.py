@@ -184,7 +184,8 @@ def find_unlike_runs(runs: Sequence[RunRecord], metric: str, baseline: str) -> d
         for name, inputs in edited.items()
         if inputs
     }
-    for name, option in find_unlike(configs, baseline, metric).items():
+    inputs = {run.condition: run.inputs for run in runs}
+    for name, option in find_unlike(configs, baseline, metric, inputs).items():
         found[name] = f"{found[name]}, and {option}" if name in found else option
     return found
 

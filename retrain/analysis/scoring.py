@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from retrain.config import TrainConfig
-from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
+from retrain.config.options import free_on_resume, options_by_path, paths_where, replace_values, values_of
 from retrain.config.schema import AS_IN_TRAINING
 from retrain.config.toml import show_value
 from retrain.config.unused import why_unused
@@ -38,12 +38,23 @@ Inputs = Mapping[str, str]
 """Digests of what a run has read, by what it is."""
 
 
-def find_unlike(configs: Mapping[str, TrainConfig], baseline: str, metric: str) -> dict[str, str]:
-    """The conditions of which a metric is not measured as that of the baseline, with the option that differs."""
+def find_unlike(
+    configs: Mapping[str, TrainConfig], baseline: str, metric: str, inputs: Mapping[str, Inputs] | None = None
+) -> dict[str, str]:
+    """The conditions of which a metric is not measured as that of the baseline, with the option that differs.
+
+    With their inputs, a file of problems is the same in another place.
+    """
     if metric not in SCORED:
         return {}
-    first = _measured_by(configs[baseline], metric)
-    found = {name: _first_difference(first, _measured_by(config, metric)) for name, config in configs.items()}
+    first, files = configs[baseline], {}
+    for name, read in (inputs or {}).items():
+        files[name] = named_inputs(read, configs[name]).get("data.path")
+    found = {}
+    for name, config in configs.items():
+        is_same = files.get(name) is not None and files.get(name) == files.get(baseline)
+        moved = replace_values(config, {"data.path": first.data.path}) if is_same else config
+        found[name] = _first_difference(_measured_by(first, metric), _measured_by(moved, metric))
     return {name: text for name, text in found.items() if text}
 
 
@@ -108,7 +119,11 @@ def _measured_by(config: TrainConfig, metric: str) -> dict[str, object]:
     options, values = options_by_path(), values_of(config)
     student = {path for path in options if path.startswith("teaching.")} if metric == "mean_reward" else set(_STUDENT)
     scoring = {path for path, option in options.items() if option.section in ("reward", "environment")}
-    paths = [path for path in values if path in (scoring | student) - free_on_resume() or path in _SAMPLING]
+    always = set(_SAMPLING)
+    if not metric.startswith("eval_"):
+        # Rates in training are of the training problems.
+        always |= {"training.max_examples", *(path for path, option in options.items() if option.section == "data")}
+    paths = [path for path in values if path in (scoring | student) - free_on_resume() or path in always]
     found = {options[path].where: values[path] for path in paths if not why_unused(options[path], config)}
     if metric.startswith("eval_"):
         found.pop(options["training.temperature"].where, None)

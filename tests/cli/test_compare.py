@@ -515,6 +515,25 @@ def test_conditions_that_are_scored_by_other_rewards_only_differ(
     assert "is better than" in card and "is different from" in card and "not measured alike" in card
 
 
+def test_correct_rates_on_different_training_problems_only_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(1, 7):
+        for name, rate, digest in (("a_hard", 0.2, "1"), ("easy", 0.8, "2"), ("moved", 0.5, "1")):
+            folder = tmp_path / f"{name}{seed}"
+            own = {"training__seed": seed, "training__lr": 1e-3 if name == "moved" else 1e-4}
+            write_run(
+                folder, rng.normal(rate, 0.01, 3).tolist(), **own, data__source="jsonl", data__path=f"{name}.jsonl"
+            )
+            (folder / "trainer_state.json").write_text(json.dumps({"data": digest}))
+    data = as_json(capsys, tmp_path)
+    verdicts = {c["condition"]: c["verdict"] for c in data["comparisons"]}
+    assert sorted(verdicts.values()) == ["significant_difference", "statistically_significant_improvement"]
+    (note,) = [note for note in data["notes"] if "not measured alike" in note]
+    assert '[data] path is "easy.jsonl" instead of "a_hard.jsonl"' in note and "neither is called better" in note
+
+
 def test_seeds_without_a_partner_are_left_out_and_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (campaign / "runs" / "maxrl+none_s3" / "metrics.jsonl").unlink()
     data = as_json(capsys, campaign)

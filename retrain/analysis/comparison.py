@@ -154,8 +154,8 @@ def compare_runs(
             *unlike,
             *measured.notes,
             *(
-                f"{name} and the baseline are not measured alike: {other}. A difference may come from that, so neither "
-                "is called better."
+                f"{name} and the baseline are not measured alike: {other}. A difference may come from that"
+                + ("." if says_better else ", so neither is called better.")
                 for name, other in otherwise.items()
             ),
             *_edited_between_seeds(runs),

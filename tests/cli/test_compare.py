@@ -508,7 +508,8 @@ def test_conditions_that_are_scored_by_other_rewards_only_differ(
     ]
     assert len(scored) == 1 and "neither is called better" in scored[0]
     assert run(["compare", str(tmp_path), "--higher-is-better"]) == 0
-    assert capsys.readouterr().out.count("is better than") == 2
+    assert (shown := capsys.readouterr().out).count("is better than") == 2
+    assert "A difference may come from that." in shown and "neither is called better" not in shown
     assert not any("alike" in note for note in as_json(capsys, tmp_path, "--metric", "loss")["notes"])
     assert run(["card", str(tmp_path), "--no-plots", "--output", str(tmp_path / "card")]) == 0
     card = (tmp_path / "card" / "README.md").read_text()

@@ -29,6 +29,7 @@ from retrain.analysis.stats import (
     compare,
     compare_problems,
     noise_floor,
+    why_no_bootstrap,
 )
 from retrain.config.tables.run import FIRST_LOOK
 from retrain.errors import ConfigError
@@ -409,7 +410,7 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
             low, high = test.bootstrap_interval
             lines.append(f"  Studentized bootstrap: {low:+.4f} to {high:+.4f}.")
         elif test.interval:
-            lines.append("  Studentized bootstrap: none, there are too few distinct differences.")
+            lines.append(f"  Studentized bootstrap: none, {why_no_bootstrap(report.level)}.")
         if test.permutation_p is not None:
             least = f" ({seeds} seeds cannot give less than {_p(2 / 2**seeds)})" if seeds <= 6 else ""
             lines.append(f"  Sign-flip p = {_p(test.permutation_p)}{least}.")

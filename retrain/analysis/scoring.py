@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Set
 
 from retrain.config import TrainConfig
@@ -11,6 +12,7 @@ from retrain.config.toml import show_value
 from retrain.config.unused import why_unused
 from retrain.data.order import is_same_digest
 from retrain.plugins import REGISTRIES
+from retrain.runtime.text import list_some
 from retrain.types import JsonObject
 
 CORRECT_RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k")
@@ -41,20 +43,24 @@ Inputs = Mapping[str, str]
 def find_unlike(
     configs: Mapping[str, TrainConfig], baseline: str, metric: str, inputs: Mapping[str, Inputs] | None = None
 ) -> dict[str, str]:
-    """The conditions of which a metric is not measured as that of the baseline, with the option that differs.
+    """The conditions of which a metric is not measured as that of the baseline, with the options that differ.
 
-    With their inputs, a file of problems is the same in another place.
+    With their inputs, the same problems are recognized in another file, or in a part of one.
     """
     if metric not in SCORED:
         return {}
-    first, files = configs[baseline], {}
+    first, problems = configs[baseline], {}
     for name, read in (inputs or {}).items():
-        files[name] = named_inputs(read, configs[name]).get("data.path")
+        problems[name] = named_inputs(read, configs[name]).get("data.path")
     found = {}
     for name, config in configs.items():
-        is_same = files.get(name) is not None and files.get(name) == files.get(baseline)
-        moved = replace_values(config, {"data.path": first.data.path}) if is_same else config
-        found[name] = _first_difference(_measured_by(first, metric), _measured_by(moved, metric))
+        own, its = problems.get(name), problems.get(baseline)
+        same = {}
+        if own is not None and own == its:
+            same = {"data.path": first.data.path, "training.max_examples": first.training.max_examples}
+        elif None in (own, its) and os.path.realpath(config.data.path) == os.path.realpath(first.data.path):
+            same = {"data.path": first.data.path}
+        found[name] = _differences(_measured_by(first, metric), _measured_by(replace_values(config, same), metric))
     return {name: text for name, text in found.items() if text}
 
 
@@ -64,13 +70,14 @@ def find_other_evaluations(configs: Mapping[str, TrainConfig], baseline: str) ->
     if baseline not in evaluated:
         return {}
     first = evaluated[baseline]
-    found = {name: _first_option(first, one, _evaluation_options(one)) for name, one in evaluated.items()}
+    found = {name: _differing_options(first, one, _evaluation_options(one)) for name, one in evaluated.items()}
     return {name: text for name, text in found.items() if text}
 
 
 def describe_other_evaluation(one: TrainConfig, other: TrainConfig, of_same_problems: bool) -> str:
-    """An option by which two evaluations differ, with both values; or "". Problems may have come from two places."""
-    return _first_option(one, other, _ASKED if of_same_problems else paths_where("held_out") - {"eval.temperature"})
+    """The options by which two evaluations differ, with both values; or "". Problems may have come from two places."""
+    paths = _ASKED if of_same_problems else paths_where("held_out") - {"eval.temperature"}
+    return _differing_options(one, other, paths)
 
 
 def read_inputs(state: JsonObject, config: TrainConfig) -> Inputs:
@@ -133,17 +140,19 @@ def _measured_by(config: TrainConfig, metric: str) -> dict[str, object]:
     return found
 
 
-def _first_difference(one: Mapping[str, object], other: Mapping[str, object]) -> str:
-    name = next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
-    return f"{name} is {_show(other, name)} instead of {_show(one, name)}" if name else ""
+def _differences(one: Mapping[str, object], other: Mapping[str, object]) -> str:
+    differing = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    # Options that only one of them uses follow from others, as a custom module from a type.
+    names = [name for name in differing if name in one and name in other] or differing
+    return list_some([f"{name} is {_show(other, name)} instead of {_show(one, name)}" for name in names])
 
 
 def _show(values: Mapping[str, object], name: str) -> str:
     return show_value(values[name]) if name in values else "not used"
 
 
-def _first_option(one: TrainConfig, other: TrainConfig, paths: Set[str]) -> str:
+def _differing_options(one: TrainConfig, other: TrainConfig, paths: Set[str]) -> str:
     before, after = (
         {options_by_path()[p].where: v for p, v in values_of(c).items() if p in paths} for c in (one, other)
     )
-    return _first_difference(before, after)
+    return _differences(before, after)

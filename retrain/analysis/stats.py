@@ -321,10 +321,22 @@ def bootstrap_intervals(differences: Floats, alpha: float, draws: int) -> tuple[
     none = errors <= 1e-9 * error[:, None]
     scores = np.where(none, np.copysign(np.inf, off), off / np.where(none, 1.0, errors))
     ordered = np.sort(scores, axis=1)
-    cut = int((draws + 1) * alpha / 2)
-    if not cut:  # too few resamples for tails as thin as these
+    cut = _tail(alpha, draws)
+    if not cut:
         return np.full_like(mean, -np.inf), np.full_like(mean, np.inf)
     return mean - ordered[:, draws - cut] * error, mean - ordered[:, cut - 1] * error
+
+
+def why_no_bootstrap(alpha: float) -> str:
+    """Why `bootstrap_interval` gave none."""
+    if not _tail(alpha, BOOTSTRAP_DRAWS):
+        return f"a level of {alpha:.2g} needs more than its {BOOTSTRAP_DRAWS} resamples"
+    return "there are too few distinct differences"
+
+
+def _tail(alpha: float, draws: int) -> int:
+    """The number of resamples in each tail."""
+    return int((draws + 1) * alpha / 2)
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrain.cli.console import print_json, print_line, print_table, terminal_width
+from retrain.cli.console import FiniteRange, print_json, print_line, print_table, terminal_width
 from retrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--baseline", default=None, help="Condition to compare against; by default the first.")
 @click.option(
     "--alpha",
-    type=click.FloatRange(0.0001, 0.5),
+    type=FiniteRange(0.0001, 0.5),
     default=0.05,
     show_default=True,
     help="Significance level of the test.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import click
 
@@ -25,6 +27,17 @@ MARKS = {
 
 # Seconds of silence after which a command says what it is doing.
 SLOW_S = 2.0
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range. To click, nan is in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; fails for what is not finite."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return float(number)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrain.cli.console import print_heading, print_json, print_table
+from retrain.cli.console import FiniteRange, print_heading, print_json, print_table
 from retrain.config.options import paths_where
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
@@ -43,9 +43,7 @@ class MetricDifference:
 @click.command("diff", context_settings={"max_content_width": 110})
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option(
-    "--tolerance", type=click.FloatRange(0), default=0.0, show_default=True, help="Ignore smaller differences."
-)
+@click.option("--tolerance", type=FiniteRange(0), default=0.0, show_default=True, help="Ignore smaller differences.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
     """Compare A with B: two run folders, or two conditions of a campaign as CAMPAIGN/CONDITION.

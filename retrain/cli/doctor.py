@@ -20,6 +20,7 @@ from typing import Literal, TypedDict
 import click
 
 from retrain.campaign.plan import split_conditions
+from retrain.campaign.progress import is_locked
 from retrain.checks.keys import missing_keys
 from retrain.checks.preflight import (
     find_damaged_weights,
@@ -380,6 +381,9 @@ def _check_disk(config: TrainConfig) -> Iterator[Check]:
         if where == "[backend] adapter_path" and other:
             status, fix = "warning", f"set {where} to another folder, such as {config.logging.log_dir}/adapter"
             found += f"; holds the adapter of {other}, which a run replaces"
+        if where == "[logging] log_dir" and is_locked(Path(path).expanduser()):
+            status, fix = "warning", f"wait for it to end, or set {where} to another folder"
+            found += "; a run is using it, and until it ends another one is refused"
         yield Check("files", where, status, found, fix)
 
 

@@ -29,7 +29,7 @@ from retrain.capacity.roofline import (
     gpus_with_words,
     step_time,
 )
-from retrain.cli.console import print_json
+from retrain.cli.console import FiniteRange, print_json
 from retrain.cli.estimate import (
     MeasuredTime,
     check_resumed,
@@ -53,8 +53,8 @@ from retrain.modeling.files import find_model, read_facts
 from retrain.runtime.devices import device_names, is_on_cpu
 from retrain.runtime.text import plural
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-_PRICE = click.FloatRange(min=0)
+_POSITIVE = FiniteRange(min=0, min_open=True)
+_PRICE = FiniteRange(min=0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import click
 
 from retrain.analysis.health import worst
 from retrain.campaign.screen import cells, draw_table
+from retrain.cli.console import FiniteRange
 from retrain.cli.health import health_parts
 from retrain.cli.status import Entry, error_lines, find_entries, heading, print_entry, resume_line
 
@@ -24,7 +25,7 @@ NOTHING = "Nothing is running; --all includes runs that have ended."
 @click.command("top")
 @click.argument("logs", nargs=-1, type=click.Path())
 @click.option(
-    "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Refresh interval in seconds."
+    "--every", type=FiniteRange(0.1, 3600), default=2.0, show_default=True, help="Refresh interval in seconds."
 )
 @click.option("--all", "show_all", is_flag=True, help="Include runs that have ended.")
 def command(logs: tuple[str, ...], every: float, show_all: bool) -> int:

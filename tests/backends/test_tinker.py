@@ -26,6 +26,7 @@ import torch
 from cases import slow
 from e2e.runs import rows, rows_without_times, train_quietly
 from e2e.tiny import datums_of, learner_for, policy_for, random_prompts
+from waiting import wait_for
 
 from retrain.backends.local.learner import Learner
 from retrain.backends.tinker import build
@@ -867,13 +868,6 @@ def on_call(number: int, fault: Callable[[], None]) -> Callable[[], None]:
             fault()
 
     return counted
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
 
 
 def teaching_config(server: TinkerServer, folder: Path, **overrides: Any) -> TrainConfig:

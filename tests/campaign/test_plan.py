@@ -145,6 +145,11 @@ def test_conditions_whose_losses_cannot_differ_are_named(
         ),
         ({"eval.max_examples": 4}, {}, ""),
         ({"data.source": "math"}, {}, '[data] source is "math" instead of "arithmetic"; a difference in correct_rate'),
+        (
+            {"reward.type": "math", "temperature": 0.2},
+            {},
+            '[training] temperature is 0.2 instead of 0.7, [reward] type is "math" instead of "custom"; a difference',
+        ),
         ({"training.max_examples": 9}, {}, "not measured alike: [training] max_examples is 9 instead of 0"),
         ({"training.max_examples": 9}, {"eval": {"every": 1}}, ""),
         ({"system_prompt": "Be brief."}, {"eval": {"every": 1}}, "not evaluated alike: [data] system_prompt is"),
@@ -167,6 +172,12 @@ def test_training_data_may_differ_if_held_out_problems_do_not(tmp_path: Path) ->
     conditions = [GRPO, GRPO | {"eval.path": "b.jsonl"}]
     (note,) = find_limits(planned(campaign_config(tmp_path, files | own, conditions=conditions)))
     assert '[eval] path is "b.jsonl" instead of "held_out.jsonl"' in note
+
+
+def test_a_file_under_another_spelling_is_the_same(tmp_path: Path) -> None:
+    conditions = [GRPO, GRPO | {"data.path": "./rows/../a.jsonl"}]
+    files = {"data": {"source": "jsonl", "path": "a.jsonl"}}
+    assert find_limits(planned(campaign_config(tmp_path, files, conditions=conditions))) == []
 
 
 def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from retrain.campaign.processes import has_checkpoint, prepare_folder, read_error
 from retrain.campaign.progress import is_locked
@@ -49,13 +50,6 @@ def start(folder: Path, *arguments: str, python: Sequence[str] = ()) -> subproce
 def steps_of(folder: Path, name: str) -> list[int]:
     path = folder / "c" / "runs" / name / "metrics.jsonl"
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def write_slow_campaign(folder: Path, steps: int) -> None:
@@ -107,7 +101,7 @@ def test_ctrl_c_leaves_checkpoints_and_a_resume_needs_no_file(tmp_path: Path) ->
     pressed = time.monotonic()
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - pressed < 10
+    assert time.monotonic() - pressed < 30
     assert process.returncode == 130, output
     assert set(statuses(tmp_path / "c").values()) == {"interrupted"}
     done = {name: len(steps_of(tmp_path, name)) for name in PAIR}

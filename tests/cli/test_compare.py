@@ -524,6 +524,7 @@ def test_correct_rates_on_different_training_problems_only_differ(
         for name, rate, digest in (("a_hard", 0.2, "1"), ("easy", 0.8, "2"), ("moved", 0.5, "1")):
             folder = tmp_path / f"{name}{seed}"
             own = {"training__seed": seed, "training__lr": 1e-3 if name == "moved" else 1e-4}
+            own["training__max_examples"] = 5 if name == "moved" else 0  # of a file that has five
             write_run(
                 folder, rng.normal(rate, 0.01, 3).tolist(), **own, data__source="jsonl", data__path=f"{name}.jsonl"
             )

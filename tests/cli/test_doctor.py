@@ -21,6 +21,7 @@ from retrain.config import load_config
 from retrain.config.reference import starter
 from retrain.runtime import packages
 from retrain.storage.checkpoint import Checkpoints
+from retrain.storage.folder import lock_folder
 from retrain.storage.publishing import publish_folder
 from tests.cases import slow
 
@@ -567,3 +568,14 @@ def test_fsdp_is_said_to_need_several_processes(capsys: pytest.CaptureFixture[st
     _write('[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
     assert run([command, "--fsdp"]) == 0
     assert "fsdp needs several processes: start it with retrain launch --processes N" in capsys.readouterr().out
+
+
+def test_a_folder_that_a_run_is_using_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[backend]\ndevices = "cpu"\n[logging]\nlog_dir = "~/logs/a"\n')
+    Path("logs/a").mkdir(parents=True)
+    with lock_folder(Path("logs/a")):
+        code, checks = _examine(capsys)
+    assert code == 0
+    assert checks["[logging] log_dir"]["status"] == "warning"
+    assert "a run is using it" in checks["[logging] log_dir"]["detail"]
+    assert _examine(capsys)[1]["[logging] log_dir"]["status"] == "ok"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from e2e.runs import fake_config, rows, train_quietly
 from e2e.tiny import config_for, policy_for, write_model, write_tokenizer
+from waiting import wait_for
 
 from retrain.config import TrainConfig
 from retrain.config.load import dump_config
@@ -77,13 +77,6 @@ def started(folder: Path) -> dict[str, Any]:
     return started_with
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
@@ -92,7 +85,7 @@ def is_running(pid: int) -> bool:
 
 
 def assert_gone(folder: Path) -> None:
-    wait_until(lambda: not any(map(is_running, started(folder)["pids"])), 20.0)
+    wait_for(lambda: not any(map(is_running, started(folder)["pids"])), 20.0)
 
 
 @pytest.mark.slow
@@ -139,7 +132,7 @@ def test_a_server_that_dies_on_the_way_ends_the_run_with_a_checkpoint(
     log = Path(config.logging.log_dir) / "metrics.jsonl"
 
     def kill_after_a_step() -> None:
-        wait_until(lambda: log.exists() and log.read_text().count("\n") >= 2)
+        wait_for(lambda: log.exists() and log.read_text().count("\n") >= 2)
         os.kill(started(tmp_path)["pids"][0], signal.SIGKILL)
 
     thread = threading.Thread(target=kill_after_a_step)
@@ -163,7 +156,7 @@ def test_a_trainer_that_is_killed_takes_its_server_along(with_vllm: None, model:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    wait_until(lambda: log.exists() and log.stat().st_size > 0)
+    wait_for(lambda: log.exists() and log.stat().st_size > 0)
     assert all(map(is_running, started(tmp_path)["pids"]))
     trainer.kill()
     trainer.wait(60)

@@ -38,7 +38,7 @@ def pool():
         ("inf", "the reward returned inf; it must be finite"),
         ("text", "the reward returned '1.0' (str); it must return a number or a bool"),
         ("lambda", "the reward returned <function"),
-        ("vector", "the reward returned array([1.]) (ndarray); it must return a number: only"),
+        ("vector", "the reward returned array([1., 1.]) (ndarray); it must return a number: only"),
         ("huge", "OverflowError: int too large to convert to float"),
         ("os._exit", "the reward process exited with status 3"),
         ("sys.exit", "SystemExit: 4"),

@@ -370,10 +370,9 @@ def test_a_checkpoint_under_another_steps_name_is_damaged(checkpoints: Checkpoin
 
 
 def test_colleagues_can_read_a_checkpoint(tmp_path: Path) -> None:
-    # safetensors lets only the owner read what it writes.
     def write(folder: Path) -> None:
         save_file({"a": torch.zeros(1)}, str(folder / "learner.safetensors"))
-        assert (folder / "learner.safetensors").stat().st_mode & 0o777 == 0o600
+        (folder / "learner.safetensors").chmod(0o600)  # as safetensors 0.8 leaves it
 
     checkpoints = Checkpoints(tmp_path, 1, print)
     before = os.umask(0o022)

@@ -26,6 +26,7 @@ from retrain.environments.wire import Start, WireReply, read_example, reply_fiel
 from retrain.errors import PluginError, RetrainError, RolloutError
 from retrain.isolation.sources import read_all_sources
 from retrain.plugins import REGISTRIES, module_of_plugin
+from retrain.runtime.clock import awake_s
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class RemoteEnvironment:
         self._opening = asyncio.Lock()
         self._opened: EnvironmentProcess | None = None
         self._monitor: asyncio.Task[None] | None = None
+        self._last_beat, self._beat_seen = 0.0, awake_s()
         self._blocked_s = 0.0
         self._blocked_since: float | None = None
         self.hangs = 0
@@ -133,7 +135,7 @@ class RemoteEnvironment:
     def blocked_s(self) -> float:
         """Total seconds in which the environment's event loop was blocked; never decreases."""
         since = self._blocked_since
-        return self._blocked_s + (time.monotonic() - since if since is not None else 0.0)
+        return self._blocked_s + (awake_s() - since if since is not None else 0.0)
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
         """Run one example once; restarted if another rollout took the process down."""
@@ -216,14 +218,16 @@ class RemoteEnvironment:
                 await asyncio.to_thread(process.end_unresponsive)
 
     def _update_blocked(self) -> float:
-        beat_at, now = self._liveness.beat_at, time.monotonic()
-        if now - beat_at > _BLOCKED_S:
+        beat_at, now = self._liveness.beat_at, awake_s()
+        if beat_at != self._last_beat:
+            self._last_beat, self._beat_seen = beat_at, now
+        if now - self._beat_seen > _BLOCKED_S:
             if self._blocked_since is None:
-                self._blocked_since = beat_at
+                self._blocked_since = self._beat_seen
         elif self._blocked_since is not None:
-            self._blocked_s += beat_at - self._blocked_since
+            self._blocked_s += now - self._blocked_since
             self._blocked_since = None
-        return now - beat_at
+        return now - self._beat_seen
 
 
 class _Rollout:

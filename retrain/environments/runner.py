@@ -24,6 +24,7 @@ from retrain.rewards import outcome_of
 from retrain.rewards.batch import CORRECT_FROM
 from retrain.rewards.custom import LARGEST_REWARD
 from retrain.rollout import DeliverGroup, Failures, Rollouts
+from retrain.runtime.clock import awake_s
 from retrain.seeding import derive_seed
 from retrain.types import Completion, Example, Group, IntArray, Sampling, Score, StepMetrics
 
@@ -267,7 +268,7 @@ class _Clock:
         self.is_over = False
 
     def _now(self) -> float:
-        return time.monotonic() - self.blocked_s()
+        return awake_s() - self.blocked_s()
 
     @property
     def left_s(self) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import numpy as np
 from retrain.errors import RolloutError
 from retrain.inference_engine import InferenceEngine, Progress, StreamingEngine, Turn
 from retrain.rollout import check_completions
+from retrain.runtime.clock import awake_s
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
@@ -80,7 +80,7 @@ class TurnQueue:
         self.pending: list[_Pending] = []
         self.asked = [0] * rollouts
         self.changed = threading.Condition()
-        self.beat = time.monotonic()
+        self.beat = awake_s()
 
     async def sample(self, rollout: int, prompt_ids: IntArray, max_tokens: int) -> Completion:
         """Sample one turn; called in the event loop."""
@@ -107,7 +107,7 @@ class TurnQueue:
     async def keep_beating(self) -> None:
         """Send heartbeats of the event loop."""
         while True:
-            self.beat = time.monotonic()
+            self.beat = awake_s()
             await asyncio.sleep(_BEAT_S)
 
     def take(self, wait: bool) -> list[Turn]:
@@ -116,20 +116,20 @@ class TurnQueue:
 
     def take_round(self) -> list[Turn]:
         """One turn of every live rollout, by number; after `PATIENCE_S` only of those that have one."""
-        started = time.monotonic()
+        started = awake_s()
 
         def is_complete() -> bool:
             waiting = {pending.rollout for pending in self.pending}
-            return waiting >= self.live or (bool(waiting) and time.monotonic() - started > PATIENCE_S)
+            return waiting >= self.live or (bool(waiting) and awake_s() - started > PATIENCE_S)
 
         return [pending.turn for pending in sorted(self._take(is_complete), key=lambda pending: pending.rollout)]
 
     def _take(self, is_ready: Callable[[], bool]) -> list[_Pending]:
-        started = time.monotonic()
+        started = awake_s()
         with self.changed:
             while self.live and not is_ready():
                 self.changed.wait(timeout=1.0)
-                silent = time.monotonic() - max(started, self.beat)
+                silent = awake_s() - max(started, self.beat)
                 if silent > self.blocked_after_s:
                     raise RolloutError(
                         f"the environment has blocked every rollout for {silent:.0f} s: a call in it does not return "

@@ -9,7 +9,6 @@ import pickle
 import select
 import signal
 import tempfile
-import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from retrain.errors import PluginError
 from retrain.isolation.guard import GuardedProcess
 from retrain.isolation.redaction import public_environment
 from retrain.rewards.wire import Item, Reply, ReplyBuffer, Start, Work, pack_request, read_tail
+from retrain.runtime.clock import awake_s
 
 # One core per worker; a fixed hash seed, so that scores do not depend on the worker.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -55,7 +55,7 @@ class WorkerProcess:
         """Number of items to send next."""
         self.assigned: deque[int] = deque()
         """Indices of unfinished items; it works on the first."""
-        self.since = time.monotonic()
+        self.since = awake_s()
         """Start time of the current activity: starting up, or the first assigned item."""
         self._printed, self._code = "", 0
         self._post(pack_request(start))
@@ -69,7 +69,7 @@ class WorkerProcess:
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
             raise PluginError(f"the meta of an example cannot be sent to the reward: {error}") from error
         self.assigned.extend(indices)
-        self.since = self._chunk_began = time.monotonic()
+        self.since = self._chunk_began = awake_s()
         self._chunk_size = len(indices)
         self._post(message)
 
@@ -113,7 +113,7 @@ class WorkerProcess:
 
     def finish_item(self) -> int:
         """Finish the current item and return its index."""
-        self.since = time.monotonic()
+        self.since = awake_s()
         index = self.assigned.popleft()
         self._answered += 1
         if not self.assigned:

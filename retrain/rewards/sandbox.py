@@ -26,6 +26,7 @@ from retrain.rewards.cache import ScoreCache
 from retrain.rewards.process import WorkerProcess
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, Reply, RewardSpec, Start
+from retrain.runtime.clock import awake_s
 from retrain.types import Outcome, Score, StepMetrics
 
 # Importing the user's module may load a model.
@@ -154,7 +155,7 @@ class RewardPool(BatchReward):
     def _exchange(self, batch: _Batch) -> None:
         """Wait for the next event: replies, room to write, an exit, or a deadline."""
         deadline = min(self._deadline(worker) for worker in self._workers)
-        wait_s = min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S)
+        wait_s = min(max(0.0, deadline - awake_s()), _LONGEST_WAIT_S)
         for key, mask in self._selector.select(wait_s):
             worker: WorkerProcess = key.data
             if worker not in self._workers:
@@ -163,7 +164,7 @@ class RewardPool(BatchReward):
                 self._flush(worker)
             if mask & selectors.EVENT_READ:
                 self._receive(worker, batch)
-        now = time.monotonic()
+        now = awake_s()
         for worker in list(self._workers):
             worker.trim_output()
             # A reply that arrived while the parent was busy is not a timeout.

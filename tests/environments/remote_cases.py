@@ -55,6 +55,10 @@ class Cases:
             hang()
         elif when == "regex in a thread":
             await asyncio.to_thread(hang)
+        elif when == "work":
+            until = time.process_time() + 0.5
+            while time.process_time() < until:
+                await asyncio.sleep(0)
         elif when == "sleep":
             time.sleep(600)
         elif when == "die":

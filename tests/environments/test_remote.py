@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import slow
+from pausing import linux_only, pause
 
 from retrain.config.schema import Environment as Section
 from retrain.environments import build_environment
@@ -245,6 +246,14 @@ def test_an_example_that_cannot_be_had_ends_the_wait_for_it() -> None:
         with pytest.raises(PluginError, match=r"returned no examples: its process did not respond for 3 s"):
             examples[20]
         assert time.monotonic() - began < LIMIT_S + 10
+
+
+@linux_only
+def test_a_pause_of_the_whole_run_is_no_timeout() -> None:
+    logged: list[str] = []
+    with cases("work", logged.append) as own, pause(LIMIT_S + 2.0, after_s=0.5):
+        assert outcomes(sample(own)) == ["right"] * 4
+    assert not [line for line in logged if "Restarting" in line]
 
 
 def test_errors_keep_their_kind() -> None:

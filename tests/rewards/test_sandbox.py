@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pausing import linux_only, pause
 
 from retrain.config.schema import Reward, RewardTerm
 from retrain.errors import PluginError
@@ -391,6 +392,12 @@ def test_a_process_in_a_session_of_its_own_dies_with_its_worker(response, outcom
     with custom() as pool:
         assert pool.score([(response, seconds)])[0].outcome == outcome
     assert not has_process(f"sleep {seconds}")
+
+
+@linux_only
+def test_a_pause_of_the_whole_run_is_no_timeout():
+    with custom(timeout_s=3.0) as pool, pause(5.0, after_s=0.2):
+        assert [score.outcome for score in pool.score([("work", "")])] == ["wrong"]
 
 
 def children_of(pid: int) -> list[int]:

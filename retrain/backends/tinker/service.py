@@ -21,6 +21,7 @@ from tinker.lib.credentials import JsonCredentialStore, default_credentials_path
 from retrain.checks.connections import TINKER_HEALTH, check_not_refused
 from retrain.checks.keys import explain_invalid_tinker_key
 from retrain.errors import BackendError, ConfigError, RetrainError
+from retrain.runtime.clock import awake_s
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Service:
     def wait(self, future: Future[T] | Any, doing: str) -> T:
         """The result of an SDK future; waits as long as the service responds."""
         inner: Future[T] = future if isinstance(future, Future) else future.future()
-        last_seen = time.monotonic()
+        last_seen = awake_s()
         while True:
             try:
                 return inner.result(timeout=self.health_check_s)
@@ -66,9 +67,8 @@ class Service:
                 if inner.done():
                     raise self.explain(error, doing) from error
             if self.answers():
-                last_seen = time.monotonic()
-            elif time.monotonic() - last_seen > self.patience_s:
-                silent_s = time.monotonic() - last_seen
+                last_seen = awake_s()
+            elif (silent_s := awake_s() - last_seen) > self.patience_s:
                 # Remaining calls, such as a last checkpoint, wait less.
                 self.patience_s = min(self.patience_s, LAST_PATIENCE_S)
                 raise BackendError(

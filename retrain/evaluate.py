@@ -41,8 +41,13 @@ class Evaluation:
     """A digest of the examples."""
 
     @property
+    def has_scores(self) -> bool:
+        """Whether any completion was scored; without, there are no rates."""
+        return any(self.counted)
+
+    @property
     def pass_at_1(self) -> float:
-        """Mean share of correct completions."""
+        """Mean share of correct completions; 0 if nothing was scored."""
         return _mean([c / n for c, n in self._scored()])
 
     @property
@@ -61,10 +66,10 @@ class Evaluation:
 
     def metrics(self) -> StepMetrics:
         """Metrics for the step's row."""
-        low, high = self.interval
+        low, high = self.interval if self.has_scores else (None, None)
         return {
-            "eval_pass_at_1": self.pass_at_1,
-            "eval_pass_at_k": self.pass_at_k,
+            "eval_pass_at_1": self.pass_at_1 if self.has_scores else None,
+            "eval_pass_at_k": self.pass_at_k if self.has_scores else None,
             "eval_ci_low": low,
             "eval_ci_high": high,
             "eval_reward_errors": self.errors,

@@ -36,6 +36,9 @@ def test_problems_whose_scoring_failed_do_not_count() -> None:
     assert (evaluation.pass_at_1, evaluation.pass_at_k) == (1.0, 1.0)
     nothing = Evaluation(correct=(0,), counted=(0,), k=1)
     assert (nothing.pass_at_1, nothing.interval) == (0.0, (0.0, 1.0))
+    rates = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high")
+    assert [nothing.metrics()[name] for name in rates] == [None] * 4
+    assert None not in evaluation.metrics().values()
 
 
 def test_wilsons_interval_is_the_textbook_one_for_one_answer_per_problem() -> None:

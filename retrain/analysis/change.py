@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ def comparable(evaluations: Sequence[Row]) -> list[Row]:
     """The evaluations on the same problems, with the same sampling and rewards as the last one; a resume may change
     them."""
     return [row for row in evaluations if not find_other_setup(row, evaluations[-1])]
+
+
+def scored(evaluations: Iterable[Row]) -> list[Row]:
+    """Comparable evaluations with a rate; there is none if no completion could be scored."""
+    return comparable([row for row in evaluations if isinstance(row.get("eval_pass_at_1"), int | float)])
 
 
 def find_other_setup(one: Row, last: Row) -> list[str]:

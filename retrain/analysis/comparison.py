@@ -14,6 +14,7 @@ from retrain.analysis.looks import Looks
 from retrain.analysis.measure import (
     Measured,
     default_metric,
+    explain_metric,
     leave_out_empty,
     leave_out_unlike,
     measure,
@@ -122,7 +123,7 @@ def compare_runs(
     `higher_is_better` is by default what is known of the metric.
     """
     runs, empty = leave_out_empty(runs)
-    switched = _explain_metric(runs) if metric is None else []
+    switched = explain_metric(runs) if metric is None else []
     metric = metric or default_metric(runs)
     runs, unlike = leave_out_unlike(runs, metric, baseline)
     measured = measure(runs, metric, last)
@@ -240,15 +241,6 @@ def find_campaigns(runs: Sequence[RunRecord]) -> dict[Path, JsonObject]:
 
 def _could_stop_early(table: JsonObject) -> bool:
     return bool(table.get("config", {}).get("campaign", {}).get("stop_when") or table.get("stop_when"))
-
-
-def _explain_metric(runs: Sequence[RunRecord]) -> list[str]:
-    """A note if only some runs were evaluated, so that the metric is another one."""
-    without = [run.path.name for run in runs if not run.evaluations]
-    if not without or len(without) == len(runs):
-        return []
-    named = list_some(without)
-    return [f"Compared by {default_metric(runs)}: no evaluation of {named}. --metric eval_pass_at_1 leaves them out."]
 
 
 def _missing_baselines(campaigns: Mapping[Path, JsonObject], measured: Measured) -> list[str]:

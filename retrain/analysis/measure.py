@@ -32,6 +32,16 @@ def default_metric(runs: Sequence[RunRecord]) -> str:
     return "eval_pass_at_1" if all(run.evaluations for run in runs) else "correct_rate"
 
 
+def explain_metric(runs: Sequence[RunRecord]) -> list[str]:
+    """A note if only some runs were evaluated, so that the default metric is that of training."""
+    without = [run.path.name for run in runs if not run.evaluations]
+    if not without or len(without) == len(runs):
+        return []
+    evaluated = {run.condition for run in runs if run.evaluations}
+    hint = " --metric eval_pass_at_1 leaves them out." if len(evaluated) > 1 else ""
+    return [f"Compared by {default_metric(runs)}: no evaluation of {list_some(without)}.{hint}"]
+
+
 def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     """A metric of each run at the last common step; training metrics are a mean over the `last` steps up to it.
 
@@ -57,7 +67,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
         known = sorted(
             {k for run in runs for row in run.rows(metric).values() for k, v in row.items() if _is_number(v)}
         )
-        close = get_close_matches(metric[:60], known, n=1)
+        close = [] if metric in known else get_close_matches(metric[:60], known, n=1)
         hint = f"Did you mean {close[0]}?  " if close else ""
         raise ConfigError(f"the runs have no step in common with a {metric}.  {hint}Their metrics: {', '.join(known)}")
     step = max(common)
@@ -91,6 +101,8 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
 
 def leave_out_empty(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     """The runs that have steps or evaluations, if they are of several conditions; and a note on the others."""
+    if not runs:
+        raise ConfigError("there is no run with a step yet.  Try: again once the first runs have begun")
     kept = [run for run in runs if run.metrics or run.evaluations]
     if len(kept) == len(runs) or len({run.condition for run in kept}) < 2:
         return list(runs), []

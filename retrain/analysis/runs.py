@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from retrain.runtime.text import list_some
 from retrain.storage.aside import CONFIG_FILE
 from retrain.storage.checkpoint import read_settings, read_state
 from retrain.storage.folder import SEARCH_DEPTH, describe_differences, subfolders
-from retrain.storage.logs import EVALS, MANIFEST, METRICS, has_step, is_evaluation, parse_rows
+from retrain.storage.logs import EVALS, MANIFEST, METRICS, only_evaluations, only_steps, parse_rows
 from retrain.types import JsonObject
 
 _IN_LABELS = {"algorithm.advantage_mode", "algorithm.transform_mode", "algorithm.algorithm_mode"}
@@ -189,7 +189,7 @@ def read_run(path: Path) -> RunRecord:
     state = read_state(path)
     config, edits = read_config(path, state)
     metrics, torn = read_rows(path / METRICS)
-    evaluations, torn_too = read_rows(path / EVALS, is_evaluation)
+    evaluations, torn_too = read_rows(path / EVALS, only_evaluations)
     return RunRecord(
         path,
         config.condition,
@@ -225,14 +225,16 @@ def read_config(path: Path, state: JsonObject) -> tuple[TrainConfig, tuple[str, 
     return replace_values(trained, {path: now[path] for path in later & now.keys() & known}), tuple(edits)
 
 
-def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[dict[int, Row], int]:
-    """Valid rows of a JSONL file by step, and the number of other lines."""
+def read_rows(
+    path: Path, choose: Callable[[Iterable[JsonObject]], Iterable[JsonObject]] = only_steps
+) -> tuple[dict[int, Row], int]:
+    """The chosen rows of a JSONL file by step, and the number of other lines."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return {}, 0
     lines = [line for line in text.split("\n") if line.strip()]
-    valid = [row for row in parse_rows(lines) if is_valid(row)]
+    valid = list(choose(parse_rows(lines)))
     rows = {int(row["step"]): row for row in valid}
     return dict(sorted(rows.items())), len(lines) - len(valid)
 

@@ -355,7 +355,7 @@ def noise_floor(conditions: Conditions) -> NoiseFloor | None:
     degrees = sum(len(group) - 1 for group in groups)
     if not degrees:
         return None
-    spread = math.sqrt(sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / degrees)
+    spread = math.sqrt(sum((len(group) - 1) * _spread(group) ** 2 for group in groups) / degrees)
     return NoiseFloor(spread, degrees, float(stats.t.ppf(0.975, degrees)) * math.sqrt(2) * spread)
 
 

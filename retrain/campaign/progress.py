@@ -15,7 +15,7 @@ from retrain.analysis.health import METRIC_KEYS, Check, check_health
 from retrain.runtime.text import plural
 from retrain.storage.aside import CONFIG_FILE, LOCK_FILE
 from retrain.storage.checkpoint import STATE_FILE, last_edit, read_state
-from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
+from retrain.storage.logs import EVALS, METRICS, has_step, only_evaluations, parse_rows
 from retrain.storage.publishing import is_alive
 from retrain.storage.tail import Tail
 from retrain.types import JsonObject
@@ -130,7 +130,7 @@ def _read_run(folder: Path, checks: bool) -> RunProgress:
     max_steps = state.get("max_steps") if training.get("epochs") else training.get("max_steps")
     done = max(int(state.get("step", 0)), int(last.get("step", -1)) + 1)
     times = [row["step_time_s"] for row in steps[-_RECENT_STEPS:] if isinstance(row.get("step_time_s"), float)]
-    evaluations = [row for row in read_tail(folder / EVALS) if is_evaluation(row)]
+    evaluations = list(only_evaluations(read_tail(folder / EVALS)))
     is_last, is_evaluated = done == max_steps, bool(config.get("eval", {}).get("every"))
     status = _status(folder, state)
     is_loading = _is_loading(folder)
@@ -281,7 +281,7 @@ class _Checks:
     def update(self, max_tokens: int | None, state: Table) -> tuple[Check, ...]:
         self.metrics.update()
         self.evals.update()
-        steps, evaluations = self.metrics.rows, [row for row in self.evals.rows if is_evaluation(row)]
+        steps, evaluations = self.metrics.rows, list(only_evaluations(self.evals.rows))
         if not steps:
             return ()
         edited_at = last_edit(state, steps[-1]["step"])

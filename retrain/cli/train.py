@@ -191,7 +191,8 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
             error.next_step = hint
         raise
     evaluation = result.last_evaluation
-    held_out = f", held-out {100 * evaluation.pass_at_1:.1f}%" if evaluation is not None else ""
+    has_rate = evaluation is not None and evaluation.has_scores
+    held_out = f", held-out {100 * evaluation.pass_at_1:.1f}%" if evaluation and has_rate else ""
     given = Path(config.backend.adapter_path).expanduser()
     # A run works with absolute paths; the user is shown the path as configured.
     adapter = given if result.adapter == given.absolute() else result.adapter

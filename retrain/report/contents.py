@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.change import Row, comparable
+from retrain.analysis.change import Row, comparable, scored
 from retrain.analysis.health import BAD
 from retrain.analysis.runs import RunRecord, find_runs, read_manifest
 from retrain.campaign.progress import read_progress
@@ -99,7 +99,7 @@ def describe_run(run: RunRecord, log: RunLog) -> Data:
     columns, progress = log.columns, read_progress(run.path, checks=False)
     rates, times = columns.column("correct_rate"), columns.column("step_time_s")
     late = rates[-max(1, len(rates) // 10) :]
-    evals = [_evaluation(row) for row in comparable(list(run.evaluations.values()))]
+    evals = [_evaluation(row) for row in scored(run.evaluations.values())]
     return {
         "id": log.id,
         "name": run.path.resolve().name,

@@ -16,7 +16,7 @@ from retrain.report.columns import Columns
 from retrain.report.completions import CompletionIndex
 from retrain.storage.aside import CONFIG_FILE
 from retrain.storage.checkpoint import last_edit, read_state
-from retrain.storage.logs import EVALS, GENERATIONS, METRICS, has_step, is_evaluation, parse_rows
+from retrain.storage.logs import EVALS, GENERATIONS, METRICS, has_step, only_evaluations, parse_rows
 from retrain.storage.tail import Tail
 from retrain.types import JsonObject
 
@@ -156,8 +156,7 @@ class RunLog:
 
     def _read_evaluations(self) -> None:
         while lines := self._evals.read():
-            rows = [row for row in parse_rows(lines) if is_evaluation(row)]
-            self.evaluations |= {int(row["step"]): row for row in rows}
+            self.evaluations |= {int(row["step"]): row for row in only_evaluations(parse_rows(lines))}
         self.evaluations = dict(sorted(self.evaluations.items()))
 
     def _preview(self) -> None:

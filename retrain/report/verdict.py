@@ -9,7 +9,16 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from retrain.analysis.change import Change, Row, comparable, find_other_setup, noise_between, paired_change
+from retrain.analysis.change import (
+    Change,
+    Row,
+    comparable,
+    find_other_setup,
+    noise_between,
+    paired_change,
+    scored,
+    t_quantile,
+)
 from retrain.analysis.measure import require_same_model
 from retrain.analysis.runs import RunRecord, describe_records
 from retrain.errors import ConfigError
@@ -139,7 +148,7 @@ def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
 
 def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonObject:
     """Every run at its beginning and its end: held-out, or in training where there are not two evaluations."""
-    held_out = all(len(_scored(run)) > 1 for run in runs) and bool(runs)
+    held_out = all(len(scored(run.evaluations.values())) > 1 for run in runs) and bool(runs)
     has_rates = any("correct_rate" in log.columns.values for log in logs)
     metric = "eval_pass_at_1" if held_out else "correct_rate" if has_rates else "mean_reward"
     rows = []
@@ -147,7 +156,8 @@ def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
         pair = _evaluations(run) if held_out else _training(log, metric)
         if pair:
             ids = {"run": log.id, "name": run.path.resolve().name, "condition": run.condition, "seed": run.seed}
-            change = paired_change(_scored(run)[0], _scored(run)[-1]) if held_out else None
+            ends = scored(run.evaluations.values()) if held_out else []
+            change = paired_change(ends[0], ends[-1]) if held_out else None
             rows.append(ids | {"before": pair[0], "after": pair[1], "change": asdict(change) if change else None})
     kind = "evaluation" if held_out else "training"
     result = {"kind": kind, "metric": metric, "name": _NAMES.get(metric, "mean reward in training"), "rows": rows}
@@ -162,7 +172,7 @@ def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
 
 def _unlike(runs: Sequence[RunRecord]) -> str:
     """A sentence if the evaluations of several runs, whose means are shown, cannot be compared."""
-    last = [_scored(run)[-1] for run in runs]
+    last = [scored(run.evaluations.values())[-1] for run in runs]
     reasons = {"problems": "on different problems", "sampling": "with different sampling options"}
     reasons |= {"code": "by different versions of a reward"}
     differing = {key for row in last for key in find_other_setup(last[0], row)}
@@ -197,13 +207,8 @@ def _left_out(runs: Sequence[RunRecord]) -> str:
 
 
 def _evaluations(run: RunRecord) -> tuple[JsonObject, JsonObject]:
-    first, *_, last = _scored(run)
+    first, *_, last = scored(run.evaluations.values())
     return _point(first), _point(last)
-
-
-def _scored(run: RunRecord) -> list[Row]:
-    """Comparable evaluations with a rate; there is none if no completion could be scored."""
-    return comparable([row for row in run.evaluations.values() if isinstance(row.get("eval_pass_at_1"), int | float)])
 
 
 def _point(row: Row) -> JsonObject:
@@ -214,7 +219,7 @@ def _point(row: Row) -> JsonObject:
 
 def _training(log: RunLog, metric: str) -> tuple[JsonObject, JsonObject] | None:
     """Means over the first and the last steps."""
-    values, steps = log.columns.column(metric), np.array(log.columns.steps)
+    values, steps = log.columns.column(metric).astype(np.float64), np.array(log.columns.steps)
     is_known = ~np.isnan(values) & (steps >= log.edited_at)
     values, steps = values[is_known], steps[is_known]
     if not len(values):
@@ -234,30 +239,43 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
     show = _format_for(metric)
     if len(rows) == 1 and rows[0]["change"] is not None:
         return _paired_sentence(rows[0])
-    may_be_noise = len(rows) == 1 and rows[0]["after"].get("may_be_noise", False) and after != before
+    may_be_noise = after != before and _may_be_noise(rows)
     verb = "stayed" if after == before else "went" if may_be_noise else "rose" if after > before else "fell"
     change = f"{verb} at {show(after)}" if verb == "stayed" else f"{verb} from {show(before)} to {show(after)}"
     first, last, name = rows[0]["before"], rows[0]["after"], "Held-out pass@1"
     if kind == "evaluation":
         low, high = last["low"], last["high"]
         problems = f", {plural(last['problems'], 'problem')}" if last["problems"] else ""
-        steps = f"between steps {first['step']} and {last['step']}"
-        where = f" (95% interval {_percent(low)} to {_percent(high)}{problems}) {steps}"
+        where = f" (95% interval {_percent(low)} to {_percent(high)}{problems}){_span(rows[0])}"
         if len(rows) == 1 and first["low"] <= after <= first["high"] and verb != "stayed":
             where += ", which is within the interval of the first evaluation"
     else:
         name = "The mean reward in training" if metric == "mean_reward" else "The correct rate in training"
-        count = last["count"]
-        where = (
-            f" between the first {count} and the last {count} steps"
-            if count > 1
-            else " between the first and last step"
-        )
-        where += ", which may be noise" if may_be_noise else ""
+        where = _span(rows[0])
     if len(rows) > 1:
-        ends = [row["after"]["y"] for row in rows]
-        where = f" on average over {plural(len(rows), 'run')} (final values {show(min(ends))} to {show(max(ends))})"
-    return f"{name} {change}{where}."
+        ends, spans = [row["after"]["y"] for row in rows], {_span(row) for row in rows}
+        where = spans.pop() if len(spans) == 1 else ""
+        where += f" on average over {plural(len(rows), 'run')} (final values {show(min(ends))} to {show(max(ends))})"
+    return f"{name} {change}{where}{', which may be noise' if may_be_noise else ''}."
+
+
+def _may_be_noise(rows: Sequence[JsonObject]) -> bool:
+    """Whether the change of a run is within its noise, or the mean change of several within that between them."""
+    if len(rows) == 1:
+        return bool(rows[0]["after"].get("may_be_noise", False))
+    changes = [row["after"]["y"] - row["before"]["y"] for row in rows]
+    half = t_quantile(len(changes) - 1) * statistics.stdev(changes) / math.sqrt(len(changes))
+    return bool(abs(statistics.fmean(changes)) <= half)
+
+
+def _span(row: JsonObject) -> str:
+    """Between which steps the change is: of two evaluations, or the first and the last of a training run."""
+    count = row["after"].get("count")
+    if count is None:
+        return f" between steps {row['before']['step']} and {row['after']['step']}"
+    if count > 1:
+        return f" between the first {count} and the last {count} steps"
+    return " between the first and last step"
 
 
 def _paired_sentence(row: JsonObject) -> str:

@@ -53,6 +53,11 @@ def has_step(row: Mapping[str, object]) -> bool:
     return type(step) is int and 0 <= step < _MOST_STEPS
 
 
+def only_steps(rows: Iterable[JsonObject]) -> Iterator[JsonObject]:
+    """The rows that belong to a step."""
+    return filter(has_step, rows)
+
+
 def groups_sampled(row: Mapping[str, object]) -> float:
     """Groups sampled in a step, including replacements for dead ones; older logs only have the batch size.
 
@@ -62,9 +67,21 @@ def groups_sampled(row: Mapping[str, object]) -> float:
     return next((float(count) for count in counts if isinstance(count, int | float) and count), 0.0)
 
 
-def is_evaluation(row: Mapping[str, object]) -> bool:
+def only_evaluations(rows: Iterable[JsonObject]) -> Iterator[JsonObject]:
+    """The rows that are usable as evaluations. If nothing was scored there are no rates; earlier versions wrote 0."""
+    for row in rows:
+        if _is_evaluation(row):
+            yield row if _has_scores(row) else row | dict.fromkeys(_RATES)
+
+
+def _has_scores(row: Mapping[str, object]) -> bool:
+    counted = row.get("counted")
+    return any(counted) if isinstance(counted, list) and counted else True
+
+
+def _is_evaluation(row: Mapping[str, object]) -> bool:
     """Whether a row is usable as an evaluation: its rates are numbers, and its counts lists of them."""
-    rates = [row.get(name, 0) for name in _RATES]
+    rates = [row.get(name, 0) for name in _RATES] if _has_scores(row) else []
     correct, counted = (row.get(name, []) for name in ("correct", "counted"))
     if not isinstance(correct, list) or not isinstance(counted, list) or len(correct) != len(counted):
         return False

@@ -136,7 +136,7 @@ class Console:
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Show the evaluation after the last step in the live line."""
-        self.line.held_out = evaluation.pass_at_1
+        self.line.held_out = evaluation.pass_at_1 if evaluation.has_scores else None
 
     def finish(self) -> None:
         """Keep the live line of the last step above what follows."""

@@ -196,6 +196,9 @@ def test_the_noise_floor_pools_the_spread_of_seeds() -> None:
     assert floor.degrees_of_freedom == 3
     assert floor.single_runs == pytest.approx(stats.t.ppf(0.975, 3) * 2**0.5 * (10 / 3) ** 0.5)
     assert noise_floor({"a": {1: 1.0}}) is None
+    # Three times 0.1 has a mean that is not 0.1.
+    equal = noise_floor({"a": {1: 0.1, 2: 0.1, 3: 0.1}, "b": {1: 0.7, 2: 0.7, 3: 0.7}})
+    assert equal is not None and equal.standard_deviation == 0.0
 
 
 def test_verdicts_follow_the_direction_of_the_metric() -> None:

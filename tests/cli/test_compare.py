@@ -14,8 +14,10 @@ from folders import write_campaign, write_run
 
 from retrain.analysis.comparison import compare_runs
 from retrain.analysis.runs import find_runs, find_unlabelled
+from retrain.campaign.progress import read_progress
 from retrain.cli import run
 from retrain.cli.status import find_entries
+from retrain.report.contents import collect
 from retrain.storage.folder import lock_folder
 
 PROBLEMS = 64
@@ -57,6 +59,43 @@ def test_seeds_with_one_value_tell_no_noise(tmp_path: Path, capsys: pytest.Captu
     assert compare_runs(find_runs([folder])).noise is None
     assert run(["compare", str(folder)]) == 0
     assert "Noise floor: unknown, since all seeds of a condition gave the same value." in capsys.readouterr().out
+
+
+def test_a_campaign_whose_first_run_is_still_loading_is_refused_in_a_sentence(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(campaign / "runs")
+    for arguments in ((campaign,), (campaign, "--metric", "loss")):
+        assert "there is no run with a step yet" in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize("rate", [0.0, None])
+def test_an_evaluation_without_scores_is_not_compared(
+    campaign: Path, capsys: pytest.CaptureFixture[str], rate: float | None
+) -> None:
+    # Earlier versions wrote 0.
+    for folder in (campaign / "runs").glob("maxrl+none_*"):
+        *others, last = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+        none = dict.fromkeys(("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high"), rate)
+        empty = last | none | {"correct": [0] * PROBLEMS, "counted": [0] * PROBLEMS}
+        (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*others, empty)))
+    data = as_json(capsys, campaign, "--metric", "eval_pass_at_1")
+    assert {c["condition"] for c in data["comparisons"]} == {"maxrl+gtpo"}
+    assert any("maxrl+none" in note and "Left out" in note for note in data["notes"])
+    status = read_progress(campaign / "runs" / "maxrl+none_s1")
+    assert status is not None and status.held_out is None
+    for page in (collect([campaign]), collect([campaign / "runs" / "maxrl+none_s1"])):
+        assert "0.0%" not in page["verdict"]["sentence"]
+
+
+def test_the_metric_that_some_runs_lack_is_suggested_only_if_it_compares(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("maxrl+none", "maxrl+gtpo"):
+        for file in (campaign / "runs").glob(f"{name}_*/eval.jsonl"):
+            file.unlink()
+    (note,) = [note for note in as_json(capsys, campaign)["notes"] if "Compared by correct_rate" in note]
+    assert "--metric" not in note
 
 
 def test_a_campaign_is_compared_with_its_first_condition(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:

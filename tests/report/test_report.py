@@ -241,6 +241,28 @@ def test_several_seeds_of_one_condition_are_each_shown_before_and_after(tmp_path
     assert "on average over 2 runs" in verdict["sentence"]
 
 
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((0.5, 0.4, 0.75), "went from 50.0% to 55.0% between the first and last step on average over 3 runs"),
+        ((0.75, 0.7, 0.8), "rose from 50.0% to 75.0% between the first and last step on average over 3 runs"),
+    ],
+)
+def test_a_mean_change_that_differs_between_runs_may_be_noise(
+    tmp_path: Path, ends: tuple[float, ...], words: str
+) -> None:
+    for seed, end in enumerate(ends):
+        write_run(tmp_path / f"s{seed}", seed, steps=2)
+        (tmp_path / f"s{seed}" / "eval.jsonl").unlink()
+        path = tmp_path / f"s{seed}" / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        changed = [row | {"correct_rate": rate} for row, rate in zip(rows, (0.5, end), strict=True)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    sentence = collect([tmp_path])["verdict"]["sentence"]
+    assert words in sentence
+    assert sentence.endswith("which may be noise.") == ("went" in words)
+
+
 def test_problems_that_flipped_are_listed(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1)
     rows = [json.loads(line) for line in (tmp_path / "a" / "eval.jsonl").read_text().splitlines()]

@@ -209,6 +209,14 @@ def plan_training(cost: TrainingCost, room: float, longest: int, wanted: int = 0
     return TrainingPlan(tokens, layers, needed, needed <= room)
 
 
+def wanted_training(
+    cost: TrainingCost, usable: float, longest: int, trained: int, micro_batch_tokens: int = 0, recompute: bool = False
+) -> int:
+    """Bytes beside the weights with which training works at its usual speed, of `usable` bytes in all."""
+    plan = plan_training(cost, math.inf, longest, micro_batch_tokens or MICRO_BATCH, recompute)
+    return plan.bytes + trained * (MOMENT_BYTES + GRADIENT_BYTES[cost.width]) + math.ceil(SPARE * usable)
+
+
 def _tokens_that_fit(cost: TrainingCost, room: float, recomputed: int, most: int) -> int:
     if cost.bytes(most, recomputed) <= room:
         return most

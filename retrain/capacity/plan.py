@@ -19,6 +19,7 @@ from retrain.capacity.memory import (
     TrainingPlan,
     Workload,
     plan_training,
+    wanted_training,
 )
 from retrain.capacity.sampling import (
     BLOCK,
@@ -95,7 +96,7 @@ def plan_memory(shape: Shape, work: Workload, memory: int | None = None, paramet
     usable = _UNLIMITED if memory is None else max(memory - CONTEXT_BYTES, 0)
     free = max(usable - weights - adapter + gradients, 0)
     # The engine is built before the first step allocates the moments.
-    sampling = _plan_sampling(shape, work, free, free + trained * MOMENT_BYTES)
+    sampling = _plan_sampling(shape, work, free, free + trained * MOMENT_BYTES, usable)
     room = math.inf if memory is None else usable * (1 - SPARE) - weights - adapter - sampling.copies
     wanted = plan_training(cost, math.inf, work.longest, work.micro_batch_tokens, work.recompute)
     # An eager sampler keeps no cache; others free it if keeping it would force smaller micro-batches.
@@ -113,10 +114,10 @@ def plan_memory(shape: Shape, work: Workload, memory: int | None = None, paramet
     )  # fmt: skip
 
 
-def _plan_sampling(shape: Shape, work: Workload, free: int, free_at_start: int) -> SamplingPlan:
+def _plan_sampling(shape: Shape, work: Workload, free: int, free_at_start: int, usable: int) -> SamplingPlan:
     if not work.samples_here:
         return SamplingPlan(None, 0, 0, 0, work.completions, True)
-    merging, copies = _choose_merging(shape, work, free_at_start)
+    merging, copies = _choose_merging(shape, work, free_at_start, usable)
     room = max(free - copies, 0)
     rows = min(work.prompts, work.sampler.prompts_at_once or work.prompts) * work.group
     running = min(max(rows, SMALLEST), largest_running_batch(shape.vocabulary, room))
@@ -142,7 +143,7 @@ def blocks_at_limits(work: Workload, rows: int) -> int:
     return rows * (blocks_for(work.longest) + 1) - rows // work.group * shared + 1
 
 
-def _choose_merging(shape: Shape, work: Workload, free: int) -> tuple[Merging | None, int]:
+def _choose_merging(shape: Shape, work: Workload, free: int, usable: int) -> tuple[Merging | None, int]:
     """How the adapter is merged, and the bytes of weights that only sampling uses."""
     if not work.rank:
         return None, 0
@@ -151,7 +152,9 @@ def _choose_merging(shape: Shape, work: Workload, free: int) -> tuple[Merging | 
     if work.quantization != "none" or is_unmerged:
         return "never", adapter * work.width
     copies = shape.adapted_parameters(work.target_modules) * (work.sampler.copy_width or work.width)
-    if work.sampler.may_merge_in_place and merges_in_place(copies, free):
+    cost = TrainingCost(shape, work.rank, work.width)
+    training = wanted_training(cost, usable, work.longest, adapter, work.micro_batch_tokens, work.recompute)
+    if work.sampler.may_merge_in_place and merges_in_place(copies, free, training):
         return "in-place", 0
     return "copies", copies
 

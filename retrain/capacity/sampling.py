@@ -38,9 +38,9 @@ def leaves_unmerged(option: str, parameters: int, width: int) -> bool:
     return option == "never" or (option == "auto" and width < 4 and parameters < LARGE_MODEL)
 
 
-def merges_in_place(copies: int, free: int) -> bool:
-    """Whether merged copies of this size would take too much of the free memory."""
-    return copies > COPY_SHARE * free
+def merges_in_place(copies: int, free: int, training: int) -> bool:
+    """Whether merged copies of this size would take too much of the free memory, of which training wants a part."""
+    return copies > COPY_SHARE * free or copies + training > free
 
 
 def blocks_for(tokens: int) -> int:

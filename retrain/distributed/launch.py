@@ -16,6 +16,7 @@ import click
 
 from retrain.isolation.redaction import redact
 from retrain.runtime.child import CHILD, PARENT, python_command
+from retrain.runtime.clock import awake_s
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.storage.logs import RANK_LOGS
 from retrain.storage.publishing import make_temporary
@@ -80,10 +81,10 @@ class Ranks:
             if not since:
                 # Ranks exit with 0 only when the run is over.
                 gone = [rank for rank, process in enumerate(self.processes) if rank and process.poll()]
-                failed, since = (gone[0], time.monotonic()) if gone else (0, 0.0)
-            elif time.monotonic() - since > KILL_AFTER_S:
+                failed, since = (gone[0], awake_s()) if gone else (0, 0.0)
+            elif awake_s() - since > KILL_AFTER_S:
                 break
-            elif time.monotonic() - since > TERMINATE_AFTER_S and not terminated:
+            elif awake_s() - since > TERMINATE_AFTER_S and not terminated:
                 terminated = True
                 self._show(failed)
                 self._send_to_main(signal.SIGTERM)
@@ -105,8 +106,8 @@ class Ranks:
 
     def end(self, patience_s: float) -> None:
         """Wait for the remaining processes to end, then kill them."""
-        until = time.monotonic() + patience_s
-        while any(process.poll() is None for process in self.processes) and time.monotonic() < until:
+        until = awake_s() + patience_s
+        while any(process.poll() is None for process in self.processes) and awake_s() < until:
             time.sleep(_POLL_S)
         for process in self.processes:
             if process.poll() is None:

@@ -57,6 +57,8 @@ class Policy:
     """Saved with a fully fine-tuned model, so that its folder can be loaded."""
     is_trained_while_sampled: bool = False
     """Whether another policy trains over the same frozen tensors while this one is being sampled from."""
+    training_bytes: int = 0
+    """Memory that training wants on this device, beside the weights."""
 
     def __post_init__(self) -> None:
         self.turns = FairLock()

@@ -405,3 +405,22 @@ def test_full_finetuning_needs_no_copy_to_sample_from_but_a_reference_is_one() -
     assert plan_memory(shape, workload_of(held, 64)).weights == 2 * plan.weights
     away = {"model.lora_rank": 0, "model.dtype": "bf16", "kl.beta": 0.1, "memory.offload_untrained_models": True}
     assert plan_memory(shape, workload_of(load_config(None, away), 64)).weights == plan.weights
+
+
+@given(
+    st.sampled_from([1, 8, 32]),
+    st.sampled_from([67, 2000]),
+    st.sampled_from([128, 512, 8192, 16_384, 40_960]),
+    st.sampled_from([4, 32, 128]),
+    st.sampled_from(["all-linear", "q_proj,v_proj"]),
+    st.sampled_from([1, 2]),
+)
+def test_more_memory_never_makes_a_plan_worse(
+    prompts: int, prompt_tokens: int, max_tokens: int, rank: int, modules: str, cache_width: int
+) -> None:
+    work = Workload(prompts, 16, prompt_tokens, max_tokens, rank, modules, width=2, cache_width=cache_width)
+    plans = [plan_memory(qwen(), work, memory * GB // 2) for memory in range(12, 320)]
+    fitting = [plan.fits for plan in plans]
+    assert fitting == sorted(fitting)
+    recomputed = [plan.training.recomputed_layers for plan in plans if plan.fits]
+    assert recomputed == sorted(recomputed, reverse=True)

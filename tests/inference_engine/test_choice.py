@@ -151,14 +151,14 @@ def test_merged_in_place_the_same_is_drawn_and_the_policy_is_as_before(llama: Ri
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize(("free", "in_place"), [(10**9, False), (30_000, True)])
+@pytest.mark.parametrize(("free", "training", "in_place"), [(10**9, 0, False), (30_000, 0, True), (10**9, 10**9, True)])
 def test_adapters_are_merged_in_place_where_copies_would_take_too_much(
-    llama: Rig, monkeypatch: pytest.MonkeyPatch, free: int, in_place: bool
+    llama: Rig, monkeypatch: pytest.MonkeyPatch, free: int, training: int, in_place: bool
 ) -> None:
     assert choice.choose(llama.policy, Inference()).merging == "copies"
     monkeypatch.setattr(choice, "free_memory", lambda device: free)
     monkeypatch.setattr(choice, "runs_triton", lambda device: True)
-    on_gpu = replace(llama.policy, device=torch.device("cuda"))
+    on_gpu = replace(llama.policy, device=torch.device("cuda"), training_bytes=training)
     chosen = choice.choose(on_gpu, Inference())
     assert (chosen.merging == "in-place") == in_place
     assert ("merged-in-place" in chosen.description) == in_place

@@ -3,6 +3,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fuzz import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from retrain.rewards import RewardPool, RewardSpec, TermSpec
 from retrain.rewards.math import LONGEST_ANSWER, MathReward, equal_mathematics
@@ -117,3 +120,31 @@ def test_solutions_of_the_math_set_are_right_and_a_neighbours_answer_is_wrong():
         assert {score.outcome for score in pool.score(own)} == {"right"}
         assert {score.outcome for score in pool.score(spaced)} == {"right"}
         assert {score.outcome for score in pool.score(other)} == {"wrong"}
+
+
+TOKENS = st.sampled_from(
+    r"""0 1 2 5 8 x y e i R _ ^ { } ( ) [ ] | , ; : = < > + - * / ! % $ \ \{ \} \$ \% ½ ² √ π ∞ ≤ ٣ 1,000 10^{400} 2^{1000}
+    0/0 5! _{8} \frac \sqrt \pi \infty \le \ne \in \cup \approx \circ \pm \cdot \times \binom \log \sin \dots \mod
+    \text{cm} \text{and} \overline{3} \left( \right)""".split()
+)
+TEXTS = st.lists(TOKENS, min_size=1, max_size=9).map("".join)
+
+
+@settings(deadline=None, max_examples=examples(4000))
+@given(TEXTS, TEXTS)
+def test_no_answer_and_no_reference_raises(answer: str, reference: str) -> None:
+    assert MathReward().score(rf"\boxed{{{answer}}}", reference) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"),
+    [
+        ("x_", "5", 0.0),
+        ("5", "x_", 0.0),
+        (r"2^{2000} \approx 10^{602}", "5", 0.0),
+        (r"10^{400} \approx 10^{400}", "10^{400}", 1.0),
+        (r"\frac{1}{3} \approx 0.33", r"\frac13", 1.0),
+    ],
+)
+def test_what_ends_too_early_or_is_too_large_is_read(answer: str, reference: str, value: float) -> None:
+    assert MathReward().score(rf"\boxed{{{answer}}}", reference) == value

@@ -14,6 +14,7 @@ from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.local.early import EarlyGradients
 from retrain.backends.local.frozen import build_frozen
 from retrain.backends.local.learner import Learner
+from retrain.backends.local.memory import training_bytes
 from retrain.backends.local.precision import make_agreement
 from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, engine_metrics
@@ -79,6 +80,7 @@ def make_engine(
 ) -> InferenceEngine:
     """The configured engine, over a policy."""
     policy.is_trained_while_sampled |= config.training.overlap is True
+    policy.training_bytes = training_bytes(policy, config)
     if config.inference.starts_server:
         from retrain.inference_engine.http.launch import launch_engine  # noqa: PLC0415  (only where a server is started)
 

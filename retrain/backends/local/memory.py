@@ -9,14 +9,48 @@ from dataclasses import replace
 
 import torch
 
-from retrain.capacity.memory import MICRO_BATCH, SPARE, TrainingCost, TrainingPlan, plan_training, read_shape
-from retrain.config.schema import Memory
+from retrain.capacity.memory import (
+    MICRO_BATCH,
+    PROMPT_TOKENS,
+    SPARE,
+    TrainingCost,
+    TrainingPlan,
+    plan_training,
+    read_shape,
+    wanted_training,
+)
+from retrain.config.schema import Memory, TrainConfig
 from retrain.modeling.policy import Policy
 from retrain.types import JsonObject
 
 GIB = 2**30
 # On the CPU small micro-batches are as fast; memory is not measured there.
 CPU_MICRO_BATCH = 8192
+
+
+def training_bytes(policy: Policy, config: TrainConfig) -> int:
+    """Memory that training wants beside the weights; 0 where it is not measured, or on another device."""
+    if policy.device.type != "cuda" or "," in config.backend.devices:
+        return 0
+    shape = read_shape(policy.causal_lm.config.to_dict())
+    if shape is None:
+        return 0
+    cost, options = TrainingCost(shape, policy.rank, policy.dtype.itemsize), config.memory
+    trained = sum(parameter.numel() for parameter in policy.adapted.parameters() if parameter.requires_grad)
+    longest = config.training.max_tokens + (config.training.max_prompt_tokens or PROMPT_TOKENS)
+    return wanted_training(
+        cost,
+        sum(_of_this_process(policy.device)),
+        longest,
+        trained,
+        options.micro_batch_tokens,
+        options.gradient_checkpointing,
+    )
+
+
+def _of_this_process(device: torch.device) -> tuple[int, int]:
+    """What is free on the device, and what PyTorch has of it: others may use the device, too."""
+    return torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
 
 
 class StepMemory:
@@ -82,10 +116,8 @@ class StepMemory:
 
     def room(self) -> float:
         """Bytes available to a micro-batch: free on the device and in the allocator, less a margin."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
-        # A share of what this process can have: others may use the device, too.
-        return free + reserved - allocated - SPARE * (free + reserved)
+        free, reserved = _of_this_process(self.device)
+        return free + reserved - torch.cuda.memory_allocated(self.device) - SPARE * (free + reserved)
 
     @contextmanager
     def watch(self, tokens: int) -> Iterator[None]:

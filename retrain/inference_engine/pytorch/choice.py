@@ -104,7 +104,7 @@ def _is_copy_too_large(policy: Policy) -> bool:
         return False
     adapted = [m.get_base_layer().weight for m in policy.adapted.modules() if isinstance(m, LoraLayer)]
     copies = sum(int(weight.nbytes) for weight in adapted)
-    return merges_in_place(copies, free_memory(policy.device))
+    return merges_in_place(copies, free_memory(policy.device), policy.training_bytes)
 
 
 _NEEDS_FP8 = "it needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell)"

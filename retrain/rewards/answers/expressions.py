@@ -211,6 +211,8 @@ class ExpressionParser(Cursor):
                 if self.peek().kind == "end":
                     raise Unreadable("a subscript is not closed")
                 self.at += 1
+        elif self.peek().kind == "end":
+            raise Unreadable("a subscript is missing")
         else:
             self.at += 1
         lower = "".join(token.text for token in self.tokens[start : self.at]).strip("{}")

@@ -72,14 +72,16 @@ def _close(one: Node, other: Node) -> bool:
     places = [side.places for side in numbers if isinstance(side, Number) and side.places >= 0]
     if len(numbers) < 2:
         return False
+    tolerance = Fraction(1, 10 ** min(places)) if places else Fraction(1, 2)
     try:
         values = [evaluate(side, {}) for side in numbers]
+        if all(isinstance(value, Fraction) for value in values):
+            return bool(abs(values[0] - values[1]) <= tolerance)
+        if not all(isinstance(value, Fraction) or is_real(value) for value in values):
+            return False
+        return bool(abs(float(values[0].real) - float(values[1].real)) <= float(tolerance))
     except (ArithmeticError, ValueError, RecursionError):
         return False
-    if not all(isinstance(value, Fraction) or is_real(value) for value in values):
-        return False
-    tolerance = Fraction(1, 10 ** min(places)) if places else Fraction(1, 2)
-    return bool(abs(float(values[0].real) - float(values[1].real)) <= float(tolerance))
 
 
 def equal_equations(answer: Relation, gold: Relation, equal: Equal) -> bool:

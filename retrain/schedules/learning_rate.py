@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from retrain.config.rules.schedule import used_arguments
+from retrain.config.rules.schedule import POLYNOMIAL_LR_END, used_arguments
 from retrain.config.schema import TrainConfig
 
 
@@ -23,8 +23,8 @@ class _Position:
 
     @property
     def progress(self) -> float:
-        """Fraction of the steps after the warm-up that are done."""
-        return (self.step - self.warmup) / max(1, self.last - self.warmup)
+        """Fraction of the steps after the warm-up that are done; [backpressure] may add steps at the end."""
+        return min(1.0, (self.step - self.warmup) / max(1, self.last - self.warmup))
 
 
 def _constant(at: _Position) -> float:
@@ -46,7 +46,7 @@ def _cosine_with_restarts(at: _Position, num_cycles: float = 1) -> float:
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * at.progress) % 1.0))))
 
 
-def _polynomial(at: _Position, lr_end: float = 1e-7, power: float = 1.0) -> float:
+def _polynomial(at: _Position, lr_end: float = POLYNOMIAL_LR_END, power: float = 1.0) -> float:
     left = max(0.0, 1.0 - at.progress)
     return float((at.lr - lr_end) * left**power + lr_end) / at.lr
 

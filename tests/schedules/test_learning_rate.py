@@ -9,6 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from retrain.config import load_config
+from retrain.errors import ConfigError
 from retrain.schedules.learning_rate import learning_rate, warmup_steps
 
 STEPS = 40
@@ -52,6 +53,25 @@ def test_every_schedule_is_that_of_transformers(ours: str, theirs: str, args: di
         "optimizer.schedule": ours, "optimizer.schedule_args": args, "optimizer.warmup_steps": float(warmup),
     })  # fmt: skip
     assert found == pytest.approx(transformers_rates(theirs, warmup, args), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
+def test_steps_beyond_the_last_keep_its_rate(schedule: str) -> None:
+    config = load_config(None, {"training.max_steps": STEPS, "training.lr": 0.01, "optimizer.schedule": schedule})
+    beyond = {learning_rate(config, step) for step in range(STEPS, 3 * STEPS)}
+    assert len(beyond) == 1 and beyond.pop() <= rates(**{"optimizer.schedule": schedule})[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer.schedule": "polynomial", "training.lr": 2e-8}, "has an lr_end that is not below"),
+        ({"optimizer.schedule": "cosine", "optimizer.schedule_args": {"num_cycles": 1e308}}, "must be between 0 and"),
+    ],
+)
+def test_arguments_that_no_schedule_can_follow_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rates(**options)
 
 
 def test_without_a_schedule_every_step_has_the_same_rate() -> None:

@@ -13,12 +13,13 @@ from retrain.errors import ConfigIssue
 ARGUMENTS: dict[str, dict[str, tuple[float, float]]] = {
     "constant": {},
     "linear": {},
-    "cosine": {"num_cycles": (0, math.inf), "min_lr_rate": (0, 1)},
-    "cosine_with_restarts": {"num_cycles": (0, math.inf)},
+    "cosine": {"num_cycles": (0, 1e6), "min_lr_rate": (0, 1)},
+    "cosine_with_restarts": {"num_cycles": (0, 1e6)},
     "polynomial": {"lr_end": (0, 10), "power": (0, math.inf)},
     "inverse_sqrt": {"timescale": (1, math.inf)},
 }
 """Arguments of each schedule with their bounds."""
+POLYNOMIAL_LR_END = 1e-7
 
 
 def unused_arguments(optimizer: Optimizer) -> list[str]:
@@ -45,7 +46,8 @@ def check_schedule(config: TrainConfig) -> Iterator[ConfigIssue]:
     args = used_arguments(optimizer)
     invalid = list(_check_arguments(optimizer.schedule, args))
     yield from invalid
-    if not invalid and args.get("lr_end", 0) >= config.training.lr:
+    lr_end = args.get("lr_end", POLYNOMIAL_LR_END if optimizer.schedule == "polynomial" else 0.0)
+    if not invalid and lr_end >= config.training.lr:
         text = "has an lr_end that is not below [training] lr."
         hint = f"Try: an lr_end of {config.training.lr / 10:g}"
         yield option_issue("optimizer.schedule_args", text, hint, compares=("optimizer", "training"))

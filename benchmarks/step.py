@@ -56,6 +56,7 @@ def report(numbers: dict[str, Any]) -> None:
 def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
     from retrain.backends.local import LocalBackend
     from retrain.backends.local.learner import Learner
+    from retrain.backends.local.memory import training_bytes
     from retrain.backends.local.precision import make_agreement
     from retrain.config import load_config
     from retrain.inference_engine.pytorch import PyTorchEngine, StreamingPyTorchEngine
@@ -92,6 +93,7 @@ def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
     prompts = random_prompts(workload, vocabulary)
     policy.is_trained_while_sampled = args.overlap
+    policy.training_bytes = training_bytes(policy, config)
     kind = StreamingPyTorchEngine if args.overlap else PyTorchEngine
     backend = None if alone else LocalBackend(learner, kind(policy, config.inference, NoText(), lambda *_: None))
     if backend is not None and not args.unchecked:

@@ -165,6 +165,30 @@ def test_adapters_are_merged_in_place_where_copies_would_take_too_much(
     assert choice.choose(replace(on_gpu, is_trained_while_sampled=True), Inference()).merging == "copies"
 
 
+def test_a_resumed_engine_merges_as_the_earlier_one_did(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, sampling = random_prompts(LENGTHS), Sampling(max_tokens=8, n=2, seed=3)
+    engine = engine_with(llama.policy)
+    assert engine.sizes()["in_place"] == 0
+    before = engine.generate(prompts, sampling)
+    for in_place in (1, 0):
+        assert engine.restore_sizes(engine.sizes() | {"in_place": in_place})
+        assert engine.sizes()["in_place"] == in_place
+        assert engine.model is not None and (engine.model.merging == "in-place") == bool(in_place)
+        assert ("merged-in-place" in engine.description) == bool(in_place)
+        found = engine.generate(prompts, sampling)
+        assert [c.token_ids_T.tolist() for g in found for c in g] == [c.token_ids_T.tolist() for g in before for c in g]
+
+    def run_out(policy: Policy, chosen: choice.Choice) -> SamplingModel | None:
+        if chosen.merging == "copies":
+            raise torch.OutOfMemoryError
+        return choice.make_model(policy, chosen)
+
+    assert engine.restore_sizes(engine.sizes() | {"in_place": 1})
+    monkeypatch.setattr("retrain.inference_engine.pytorch.engine.make_model", run_out)
+    assert not engine.restore_sizes(engine.sizes() | {"in_place": 0})
+    assert engine.sizes()["in_place"] == 1
+
+
 def test_in_small_bf16_models_small_updates_reach_the_sampler(tmp_path: Path) -> None:
     policy = policy_for(config_for(write_model(tmp_path), model__dtype="bf16"))
     with torch.no_grad():

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from retrain.capacity.sampling import Merging
 from retrain.config.schema import Inference
 from retrain.errors import RolloutError
 from retrain.inference_engine import Deliver, Progress, Turn, Turns
-from retrain.inference_engine.pytorch.choice import choose, make_decoder, make_model
+from retrain.inference_engine.pytorch.choice import Choice, choose, make_decoder, make_model
 from retrain.inference_engine.pytorch.decoder import Row, RunningBatch, SampledRow
 from retrain.modeling.policy import Policy
 from retrain.modeling.tokens import Tokenizer
@@ -35,11 +37,9 @@ class PyTorchEngine:
         self.policy = policy
         self.tokenizer = tokenizer
         self.progress = progress
-        choice = choose(policy, inference)
-        self.is_merged_in_place = choice.merging == "in-place"
+        self.shares_prompts = inference.prefix_caching
         self.is_sampling = False
-        self.model = make_model(policy, choice)
-        self.decoder = make_decoder(policy, self.model, choice, inference.prefix_caching)
+        self._make(choose(policy, inference))
 
     @property
     def description(self) -> str:
@@ -61,13 +61,14 @@ class PyTorchEngine:
 
     def sizes(self) -> dict[str, int]:
         """The decoder's batch limits, and whether the adapter is merged in place."""
-        return self.decoder.sizes() | {"in_place": int(self.is_merged_in_place)}
+        return self.decoder.sizes() | {"in_place": int(self.choice.merging == "in-place")}
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
-        """Restore the limits of an earlier process."""
+        """Restore the limits of an earlier process, and how it merged the adapter, whatever memory is free now."""
         limits = {key: value for key, value in sizes.items() if key != "in_place"}
-        was_in_place = sizes.get("in_place", 0)
-        return self.decoder.restore_sizes(limits) and was_in_place == self.is_merged_in_place
+        merging: Merging = "in-place" if sizes.get("in_place") else "copies"
+        is_possible = self.choice.merging in (merging, "never") or self._merge_otherwise(merging)
+        return self.decoder.restore_sizes(limits) and is_possible
 
     def release_memory(self) -> None:
         """Free KV cache and CUDA graphs, unless a batch uses them; the next batch allocates them again."""
@@ -78,6 +79,22 @@ class PyTorchEngine:
     def shutdown(self) -> None:
         """Free KV cache and CUDA graphs."""
         self.decoder.release()
+
+    def _make(self, choice: Choice) -> None:
+        self.choice = choice
+        self.model = make_model(self.policy, choice)
+        self.decoder = make_decoder(self.policy, self.model, choice, self.shares_prompts)
+
+    def _merge_otherwise(self, merging: Merging) -> bool:
+        """Merge the adapter in this way from now on; False if memory does not allow it."""
+        chosen = self.choice
+        self.decoder.release()
+        try:
+            self._make(replace(chosen, merging=merging))
+        except torch.OutOfMemoryError:
+            self._make(chosen)
+            return False
+        return True
 
     def _merged(self) -> AbstractContextManager[None]:
         return self.model.merged() if self.model is not None else nullcontext()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from retrain.backends.local.learner import Learner
-from retrain.inference_engine import InferenceEngine, ResumableSizes
+from retrain.inference_engine import Described, InferenceEngine, ResumableSizes
 from retrain.runtime.text import plural
 
 SIZES_FILE = "sizes.json"
@@ -39,11 +39,12 @@ def load_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
             "sums are split over threads, so results may differ in their last digits.  "
             f"Try: OMP_NUM_THREADS={sizes['threads']}"
         )
-    if (
-        sizes["sampling"] is not None
-        and isinstance(engine, ResumableSizes)
-        and not engine.restore_sizes(sizes["sampling"])
-    ):
+    if sizes["sampling"] is None or not isinstance(engine, ResumableSizes):
+        return
+    before = engine.description if isinstance(engine, Described) else ""
+    if not engine.restore_sizes(sizes["sampling"]):
         learner.log(
             "Warning: the free memory has changed, so completions are sampled in different batches and may differ."
         )
+    if isinstance(engine, Described) and engine.description != before:
+        learner.log(f"Engine: {engine.description}, as before the resume")

@@ -52,6 +52,8 @@ class ChatTemplate:
         """Token ids; `begins` marks the beginning of a prompt."""
         # Templates include the special tokens.
         special = begins and self.tokenizer.chat_template is None
+        # An unpaired surrogate, as in a tool call's \ud800, cannot be encoded.
+        text = text.encode("utf-8", "replace").decode()
         return np.asarray(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], dtype=np.int64)
 
     def read(self, completion: Completion) -> Written:

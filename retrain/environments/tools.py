@@ -13,7 +13,7 @@ from dataclasses import replace
 from retrain.environments import Message, Tool, ToolCall
 from retrain.types import JsonObject
 
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Qwen3-Coder writes parameters as separate tags.
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -33,7 +33,7 @@ def describe_tools(tools: Sequence[Tool]) -> str:
 
 def read_calls(text: str, turn: int = 0) -> tuple[ToolCall, ...]:
     """The tool calls of a reply, in order; the text of one that cannot be parsed is kept as `broken`."""
-    bodies = _TAGGED.findall(text)
+    bodies = [body.strip() for body in _TAGGED.findall(text)]
     if not bodies:
         call = _call(text.strip())
         return (replace(call, id=f"call_{turn}_0"),) if call is not None and not call.broken else ()

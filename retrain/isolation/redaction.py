@@ -39,7 +39,7 @@ _PASSWORD_NAME = re.compile(r"PASS(?:WORD|WD|PHRASE)", re.IGNORECASE)
 _SHORTEST_SECRET, _SHORTEST_PASSWORD = 8, 6
 
 # A user name and password, or a token instead of the name.
-_IN_URL = re.compile(r"(?<=://)(?:[^\s/?#@'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})@")
+_IN_URL = re.compile(r"(?<=://)(?:[^\s/?#@:'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})@")
 _IN_QUERY = re.compile(
     r"(?P<name>[?&](?:[\w.-]*(?:key|token|secret|password|signature|sig|auth))=)[^\s&#'\"<>]+", re.IGNORECASE
 )
@@ -144,7 +144,7 @@ def _find_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] |
     """A pattern of every value that is a secret by the name of its variable."""
     values = set[str]()
     for name, value in environment:
-        if _SECRET_NAME.search(name) and not _is_named(name, PUBLIC_VARIABLES) and not os.path.isabs(value):
+        if _SECRET_NAME.search(name) and not _is_named(name, PUBLIC_VARIABLES) and not _is_path(value):
             shortest = _SHORTEST_PASSWORD if _PASSWORD_NAME.search(name) else _SHORTEST_SECRET
             values |= {form for form in _forms(value.strip()) if len(form) >= shortest}
         for found in _IN_URL.finditer(value):
@@ -153,6 +153,12 @@ def _find_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] |
             values |= {form for form in _forms(user.partition(":")[2] or user) if len(form) >= _SHORTEST_SECRET}
     known = sorted(values, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, known))) if known else None
+
+
+def _is_path(value: str) -> bool:
+    """Whether it is the path of a file that is there, or could be: keys may begin with a slash, too."""
+    parent = os.path.dirname(value)
+    return os.path.isabs(value) and (os.path.exists(value) or (parent != "/" and os.path.isdir(parent)))
 
 
 def _forms(value: str) -> set[str]:

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
@@ -88,7 +89,9 @@ class ChatClient:
         self._pause_until = 0.0
         headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
         limits = httpx.Limits(max_connections=server.concurrency, max_keepalive_connections=server.concurrency)
-        self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=server.timeout_s)
+        # An odd cookie, sent back, would make every later request fail.
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
+        self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=server.timeout_s, cookies=no_cookies)
 
     async def ask(self, messages: Messages, attempts: int = ATTEMPTS) -> str:
         """Return the model's reply, or raise the last ChatError."""
@@ -137,7 +140,7 @@ class ChatClient:
             raise self._error(reply, body)
         if body is None:
             raise ChatError(
-                f"{self.server.shown_url} returned {self._shorten(reply.text)}, which is not a chat completion; "
+                f"{self.server.shown_url} returned {self._shorten(_text_of(reply))}, which is not a chat completion; "
                 "the URL usually ends in /v1"
             )
         self._count(body.get("usage"))
@@ -146,14 +149,14 @@ class ChatClient:
         message = first.get("message") if isinstance(first, dict) else None
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, str):
-            raise ChatError(f"{self.server.shown_url} returned no text: {self._shorten(reply.text)}")
+            raise ChatError(f"{self.server.shown_url} returned no text: {self._shorten(_text_of(reply))}")
         return content
 
     def _error(self, reply: httpx.Response, body: Mapping[str, object] | None) -> ChatError:
         error = (body or {}).get("error")
         error = error if isinstance(error, dict) else {"message": error or (body or {}).get("message")}
         moved = explain_redirect(self.server.url, reply.headers.get("Location", ""))
-        text = moved or self._shorten(str(error.get("message") or reply.text))
+        text = moved or self._shorten(str(error.get("message") or _text_of(reply)))
         # An exhausted quota has the code of a rate limit, but is permanent.
         transient = (reply.status_code in _TRANSIENT_CODES or reply.is_server_error) and error.get(
             "code"
@@ -197,5 +200,10 @@ def _read_wait(text: str) -> float:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
+
+
+def _text_of(reply: httpx.Response) -> str:
+    """The body, whatever encoding its header names."""
+    return reply.content.decode("utf-8", "replace")

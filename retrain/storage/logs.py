@@ -234,7 +234,7 @@ def replace_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     draft = path.with_name(f".{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    draft.write_bytes(text.encode("utf-8", "surrogatepass"))
+    draft.write_bytes(text.encode("utf-8", "replace"))
     os.replace(draft, path)
 
 

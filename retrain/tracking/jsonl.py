@@ -97,7 +97,8 @@ class JsonlTracker:
         """Append rows in one write, so that a kill truncates at most the last one."""
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         try:
-            self.files[name].write(text.encode("utf-8", "surrogatepass"))
+            # Unpaired surrogates, which code may return, would make the row unreadable.
+            self.files[name].write(text.encode("utf-8", "replace"))
             self.files[name].flush()
         except OSError as error:
             raise explain_write_error(error, self.log_dir) from error
@@ -154,7 +155,7 @@ def debug_row(step: int, metrics: StepMetrics, groups: Sequence[Group], all_grou
     """
     return {
         "step": step,
-        **{key: metrics[key] for key in RATIOS if key in metrics},
+        **{key: _finite(metrics[key]) for key in RATIOS if key in metrics},
         "groups": [_group_row(group, all_groups) for group in groups],
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -269,6 +270,20 @@ def test_a_tool_conversation_extends_whatever_the_spelling_of_the_call() -> None
 )
 def test_calls_are_read_and_broken_ones_kept(text: str, calls: list[tuple[str, dict[str, Any], str]]) -> None:
     assert [(call.name, dict(call.arguments), call.broken) for call in read_calls(text)] == calls
+
+
+def test_half_a_surrogate_pair_in_a_message_is_written_as_a_question_mark() -> None:
+    (call,) = read_calls(r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>')
+    template = ChatTemplate(tiny_tokenizer())
+    text = template.render([{"role": "user", "content": f"unknown tool {call.name}"}], ())
+    ids = template.encode(text, begins=True)
+    assert "unknown tool ?" in tiny_tokenizer().decode(ids)
+
+
+def test_an_endless_call_is_read_in_no_time() -> None:
+    began = time.process_time()
+    (call,) = read_calls("<tool_call>x" + " " * 100_000 + "y")
+    assert call.broken.startswith("x") and time.process_time() - began < 1.0
 
 
 @settings(max_examples=60, deadline=None)

@@ -72,6 +72,11 @@ def test_a_connection_is_used_again_and_a_request_is_one_packet(client: Client, 
     assert server.received[0].endswith(b'Content-Length: 8\r\n\r\n{"n": 1}')
 
 
+def test_what_follows_an_answer_is_not_taken_for_the_next_one(client: Client, serve: Serve) -> None:
+    server = serve([ONE + ONE.replace(b"1}", b"9}")], [ONE.replace(b"1}", b"2}")])
+    assert [client.run(client.call(server.address)) for _ in range(2)] == [{"a": 1}, {"a": 2}]
+
+
 def test_a_kept_connection_that_the_server_has_closed_is_not_an_error(client: Client, serve: Serve) -> None:
     server = serve([ONE], [ONE])
     client.run(client.call(server.address))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -54,6 +55,20 @@ def test_a_password_or_key_in_a_text_is_hidden(text: str, shown: str) -> None:
 )
 def test_ordinary_text_stays_as_it_is(text: str) -> None:
     assert redact(text) == text
+
+
+@pytest.mark.parametrize("text", ["http://" + ":" * 100_000 + " a@b", "http://" + "a:" * 50_000 + " x@y"])
+def test_long_text_takes_no_time(text: str) -> None:
+    began = time.process_time()
+    assert redact(text) == text
+    assert time.process_time() - began < 1.0
+
+
+def test_a_key_may_begin_like_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "/bPxRfiCYEXAMPLE/KEYwJalrXUtnFEMI")
+    monkeypatch.setenv("SSH_KEY", str(tmp_path / "not_yet"))
+    assert redact("key=/bPxRfiCYEXAMPLE/KEYwJalrXUtnFEMI") == "key=***"
+    assert redact(f"{tmp_path}/not_yet is missing") == f"{tmp_path}/not_yet is missing"
 
 
 def test_a_secret_is_hidden_as_a_url_quotes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,24 @@ def test_a_rate_limit_says_how_long_to_wait_and_all_requests_do(server: JudgeSer
     assert time.monotonic() - limited[0] >= (0.3 if header != "date" else 0.4)
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Retry-After": "Thu, 01 Jan 99999999999999999999 00:00:00 GMT"},
+        {"Retry-After": "Thu, 01 Jan 2015 00:00:00 +99999999999999999999"},
+        {"Content-Type": "text/plain; charset=rot13"},
+        {"Content-Type": "text/plain; charset=zip"},
+        {"Set-Cookie": "\xff=\x80"},
+    ],
+)
+def test_an_odd_header_costs_one_attempt(server: JudgeServer, headers: dict[str, str]) -> None:
+    failures = iter([refusal(503, "", headers)])
+    server.script = after_trial(server, lambda body: next(failures, None) or agree(body))
+    with build_reward(section(server)) as judge:
+        assert [score.outcome for score in judge.score([RIGHT, WRONG])] == ["right", "wrong"]
+        assert judge.metrics()["judge_retries"] == 1
+
+
 def test_a_server_that_redirects_to_another_is_no_judge(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-judge-1")
     server.script = lambda body: refusal(308, "", {"Location": "https://other.example/v1/chat/completions?key=abc"})

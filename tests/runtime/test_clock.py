@@ -31,11 +31,19 @@ def test_it_goes_on_while_a_thread_works_or_waits() -> None:
     assert awake_s() - before > 1.5
 
 
+def test_it_goes_on_while_one_thread_keeps_all_others_from_running() -> None:
+    awake_s()
+    before, used = awake_s(), time.process_time()
+    sum(range(10**8))  # one call, which does not give up the GIL
+    assert awake_s() - before >= 0.8 * (time.process_time() - used)
+
+
 def test_it_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock.time, "process_time", lambda: 1.0)
     own = clock._Clock.__new__(clock._Clock)
-    own.lock, own.stopped_s, own.read_at = clock.threading.Lock(), 0.0, now[0]
+    own.lock, own.stopped_s, own.read_at, own.used_s = clock.threading.Lock(), 0.0, now[0], 1.0
     readings = []
     for passed in (0.2, 0.9, 3600.0, 0.0, 0.1, 1.1, 0.2):
         now[0] += passed

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import importlib
 import json
+import math
 import os
 import re
 import struct
@@ -21,7 +22,8 @@ from retrain.campaign.plan import plan_runs
 from retrain.config import TrainConfig, load_config
 from retrain.errors import CheckpointError, ConfigError, MissingExtraError
 from retrain.rewards.weighted import WeightedScore
-from retrain.storage.logs import DEBUG, FILES, cut_logs, restore_logs
+from retrain.storage.logs import DEBUG, FILES, GENERATIONS, cut_logs, restore_logs
+from retrain.storage.logs import METRICS as METRICS_FILE
 from retrain.tracking import ThrottledTracker, Trackers, metric_name
 from retrain.tracking.console import ERASE, Console, step_line
 from retrain.tracking.jsonl import JsonlTracker, generation_rows
@@ -600,3 +602,14 @@ def test_the_terms_of_a_weighted_reward_are_logged_with_each_completion() -> Non
     first, second = generation_rows(3, Group(Example("2+2", "4"), ids, completions, scores))
     assert first["terms"] == {"math": 1.0, "brevity": -0.3} and first["reward"] == 0.7
     assert "terms" not in second
+
+
+def test_what_is_not_finite_and_half_a_surrogate_pair_can_be_written(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.start(load_config(None, {"logging.debug": True, "logging.save_completions_probability": 1.0}))
+    metrics = METRICS | {"ratio_max": math.nan, "loss": math.nan, "grad_norm": math.inf}
+    tracker.log(0, metrics, [group(text="\ud800")])
+    tracker.finish()
+    for name in (METRICS_FILE, DEBUG, GENERATIONS):
+        (row,) = [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()][:1]
+        assert row.get("loss") is None

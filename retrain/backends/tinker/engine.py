@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
@@ -16,6 +15,7 @@ from retrain.backends.tinker.throttle import Throttle
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress, Turn, Turns
 from retrain.modeling.tokens import Tokenizer
+from retrain.runtime.clock import awake_s
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
@@ -105,11 +105,11 @@ class TinkerEngine:
 
     def _cancel_on_timeout(self, requests: list[Future[types.SampleResponse]], over: threading.Event) -> None:
         """Cancel all requests if the service stops responding, so that nothing waits forever."""
-        last_seen = time.monotonic()
+        last_seen = awake_s()
         while not over.wait(self.service.health_check_s):
             if self.service.answers():
-                last_seen = time.monotonic()
-            elif time.monotonic() - last_seen > self.service.patience_s:
+                last_seen = awake_s()
+            elif awake_s() - last_seen > self.service.patience_s:
                 for future in tuple(requests):
                     future.cancel()
 

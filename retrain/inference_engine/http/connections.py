@@ -131,7 +131,9 @@ class Connection(asyncio.Protocol):
         assert self.waiting is not None and self.head is not None
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.head.headers}
         self.waiting.set_result(Response(self.head.status_code, headers, b"".join(self.parts)))
-        if self.protocol.our_state is h11.DONE and self.protocol.their_state is h11.DONE:
+        are_done = self.protocol.our_state is h11.DONE and self.protocol.their_state is h11.DONE
+        # What arrived after the response would be taken for the next one.
+        if are_done and not self.protocol.trailing_data[0]:
             self.protocol.start_next_cycle()
         else:
             self.close()

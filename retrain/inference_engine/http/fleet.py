@@ -143,7 +143,7 @@ class Fleet:
         try:
             results = self.spec.read(reply)
             problem = self._problem_with(results, request)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
             raise Transient(f"it did not send completions ({error!r})") from error
         if problem:
             raise Transient(problem)

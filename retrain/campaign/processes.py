@@ -21,6 +21,7 @@ from retrain.storage.checkpoint import Checkpoints, replace_file
 from retrain.storage.folder import with_absolute_paths
 from retrain.storage.logs import STDERR, STDOUT
 
+_ATTEMPT = "---- another attempt ----"
 _ERROR_LINES = 3
 _ERROR_CHARACTERS = 2000
 
@@ -94,6 +95,7 @@ class RunProcess:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        mark_attempt(folder / STDERR)
         # The campaign has compared the settings, or was told not to.
         resume = ["--resume", str(folder), "--force-resume"] if (folder / "checkpoints").is_dir() else []
         self.files: list[IO[bytes]] = [(folder / name).open("ab") for name in (STDOUT, STDERR)]
@@ -147,11 +149,19 @@ def has_checkpoint(folder: Path) -> bool:
     return True
 
 
+def mark_attempt(path: Path) -> None:
+    """Separate what will be appended to a log from earlier attempts."""
+    if path.exists() and path.stat().st_size:
+        with path.open("ab") as file:
+            file.write(f"\n{_ATTEMPT}\n".encode())
+
+
 def read_error(path: Path) -> str:
-    """The last lines of stderr."""
+    """The last lines of stderr in the newest attempt."""
     try:
         # More than is shown: a secret at the cut is redacted as a whole.
         text = redact(path.read_bytes()[-16 * _ERROR_CHARACTERS :].decode("utf-8", "replace"))[-_ERROR_CHARACTERS:]
     except OSError:
         return ""
-    return "\n".join([line for line in text.splitlines() if line.strip()][-_ERROR_LINES:])
+    newest = text.rpartition(_ATTEMPT)[2]
+    return "\n".join([line for line in newest.splitlines() if line.strip()][-_ERROR_LINES:])

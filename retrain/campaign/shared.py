@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from retrain.campaign.plan import Run
-from retrain.campaign.processes import RunExit, prepare_folder, read_error
+from retrain.campaign.processes import RunExit, mark_attempt, prepare_folder, read_error
 from retrain.runtime.child import PARENT, python_command
 from retrain.storage.logs import SHARED_LOG, STDERR
 
@@ -31,6 +31,7 @@ class SharedModelProcess:
     def start(self, run: Run) -> None:
         """Add a run to the process."""
         prepare_folder(run)
+        mark_attempt(run.folder / STDERR)
         if self.process is None or self.process.poll() is not None:
             self._start_process()
         self.running[run.name] = run
@@ -42,6 +43,7 @@ class SharedModelProcess:
 
     def _start_process(self) -> None:
         self.close()
+        mark_attempt(self.folder / SHARED_LOG)
         with (self.folder / SHARED_LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 [*python_command(), "-c", "from retrain.campaign.host import main; main()"],

@@ -113,6 +113,10 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
     if resumed == "":
         raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
     own = Path(str(resumed)).expanduser() / "config.toml"
+    if resumed and own.parent.is_dir() and not own.is_file():
+        from retrain.storage.folder import restore_config  # noqa: PLC0415  (rarely needed)
+
+        restore_config(own.parent, _echo)
     if given is not None and not (resumed and os.path.abspath(given) == os.path.abspath(own)):
         path = Path(given)
         # A link to nothing is there; reading it says what is wrong.
@@ -129,10 +133,6 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
         path = own
         if not path.parent.is_dir():
             raise ConfigError(f"there is no folder {resumed} to resume from.")
-        if not path.is_file():
-            from retrain.storage.folder import restore_config  # noqa: PLC0415  (rarely needed)
-
-            restore_config(path.parent, _echo)
         # A link such as logs/latest may lead to another run tomorrow.
         log_dir = str(path.parent.resolve()) if path.parent.is_symlink() else resumed
         overrides.setdefault("logging.log_dir", log_dir)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,8 @@ _POLL_S = 0.25
 _BLOCKED_S = 1.0
 # At the end of a run, an event loop without a heartbeat for this long is not waited for.
 _GONE_S = 3.0
+# How often the process may die while none of its rollouts runs, before all are given up.
+_DEATHS = 2
 
 
 def named_modules(section: schema.Environment) -> set[str]:
@@ -114,7 +116,7 @@ class RemoteEnvironment:
         process = self._process
         if process is not None and process.is_alive and process is self._opened:
             answer = asyncio.wrap_future(process.call("close"))
-            while not answer.done() and time.monotonic() - self._liveness.beat_at < _GONE_S:
+            while not answer.done() and self._update_blocked() < _GONE_S:
                 await asyncio.wait([answer], timeout=_POLL_S)
             if not answer.done():
                 answer.cancel()
@@ -140,9 +142,10 @@ class RemoteEnvironment:
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
         """Run one example once; restarted if another rollout took the process down."""
         turns: list[_Turn] = []
+        attempts = itertools.count()
         try:
             while True:
-                outcome = await _Rollout(await self._ready(), chat, turns).play(example)
+                outcome = await _Rollout(await self._ready(), chat, turns, next(attempts)).play(example)
                 if outcome is not None:
                     return outcome
         finally:
@@ -233,10 +236,11 @@ class RemoteEnvironment:
 class _Rollout:
     """One attempt at a rollout, in one process. `turns` has those of earlier attempts and is extended."""
 
-    def __init__(self, process: EnvironmentProcess, chat: Chat, turns: list[_Turn]) -> None:
+    def __init__(self, process: EnvironmentProcess, chat: Chat, turns: list[_Turn], attempt: int) -> None:
         self.process = process
         self.chat = chat
         self.turns = turns
+        self.attempt = attempt
         self.taken = 0
         self.number = 0
         self.inbox: asyncio.Queue[WireReply] = asyncio.Queue()
@@ -307,9 +311,10 @@ class _Rollout:
         return Outcome(reply["reward"], reply["metrics"], reply["truncated"])
 
     def _raise_if_responsible(self) -> None:
-        """Raise if this rollout was running when the process exited, or if that is unknown."""
+        """Raise if this rollout was running when the process exited, or if none was, as after a kill, several times."""
         process = self.process
-        if process.suspects and self.number not in process.suspects:
+        is_innocent = self.number not in process.suspects if process.suspects else not process.was_unresponsive
+        if is_innocent and (process.suspects or self.attempt < _DEATHS):
             return
         where = f"\n{process.last_lines()}".rstrip()
         if process.was_unresponsive:

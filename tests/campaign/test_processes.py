@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
-from retrain.campaign.processes import has_checkpoint, prepare_folder, read_error
+from retrain.campaign.processes import has_checkpoint, mark_attempt, prepare_folder, read_error
 from retrain.campaign.progress import is_locked
 from retrain.config.load import dump_config
 
@@ -175,3 +175,17 @@ def test_the_last_lines_of_a_dead_run_hide_secrets(tmp_path: Path, monkeypatch: 
     )
     shown = read_error(path)
     assert shown.endswith("\nasked https://***@host.example/?api_key=***") and "same99" not in shown
+
+
+def test_the_error_of_an_earlier_attempt_is_not_that_of_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    mark_attempt(path)
+    assert not path.exists()
+    path.write_text("CUDA is not available")
+    assert read_error(path) == "CUDA is not available"
+    mark_attempt(path)
+    assert read_error(path) == ""
+    with path.open("a") as file:
+        file.write("a warning\n")
+    assert read_error(path) == "a warning"
+    assert path.read_text().startswith("CUDA")

@@ -50,6 +50,10 @@ def cases(when: str, log: Callable[[str], None] = lambda _: None, **args: Any) -
             own.close()
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def sample(
     own: EnvironmentRunner, engine: TextEngine | None = None, examples: Sequence[Example] | None = None
 ) -> list[Group]:
@@ -106,6 +110,34 @@ def test_a_rollout_that_blocks_the_event_loop_is_a_timeout_and_the_others_contin
         assert sum(line.startswith("loading with") for line in logged) == 1
         # The next step has a process again.
         assert outcomes(sample(own, examples=own.environment.examples("train")[1:4])) == ["right"] * 3
+
+
+@linux_only
+@pytest.mark.parametrize("allowed", [1, 0])
+def test_a_process_that_is_killed_while_the_model_samples_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    monkeypatch.setattr("retrain.environments.remote._DEATHS", allowed)
+    logged: list[str] = []
+    killed: list[int] = []
+
+    def answer(prompt: str) -> str:
+        process = own.environment._process  # type: ignore[attr-defined]
+        if not killed:
+            killed.extend(children_of(process._guarded.process.pid))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            while process.is_alive:
+                time.sleep(0.01)
+        return "2"
+
+    with cases("nothing", logged.append) as own:
+        if not allowed:
+            with pytest.raises(RolloutError, match="its process died: Killed"):
+                sample(own, TextEngine(answer))
+        else:
+            assert outcomes(sample(own, TextEngine(answer))) == ["right"] * 4
+    assert any("its process died: Killed" in line for line in logged)
 
 
 @pytest.mark.parametrize("when", ["late sleep", *slow("late death")])

@@ -250,7 +250,7 @@ def _check_schedules(
         log(
             f"Note: [training] epochs = {training.epochs:g} ends the run after {plural(total, 'example', form='d')}, "
             f"since [backpressure] changes the batch size. Schedules assume {plural(training.max_steps, 'step')} of "
-            f"batch_size = {training.batch_size}, and keep their last value in any after that."
+            f"batch_size = {training.batch_size}, and stay at their end in any after that."
         )
 
 

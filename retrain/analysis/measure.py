@@ -29,15 +29,15 @@ class Measured:
 
 def default_metric(runs: Sequence[RunRecord]) -> str:
     """The held-out pass rate if every run has one, else the correct rate in training."""
-    return "eval_pass_at_1" if all(run.evaluations for run in runs) else "correct_rate"
+    return "eval_pass_at_1" if all(run.is_evaluated for run in runs) else "correct_rate"
 
 
 def explain_metric(runs: Sequence[RunRecord]) -> list[str]:
     """A note if only some runs were evaluated, so that the default metric is that of training."""
-    without = [run.path.name for run in runs if not run.evaluations]
+    without = [run.path.name for run in runs if not run.is_evaluated]
     if not without or len(without) == len(runs):
         return []
-    evaluated = {run.condition for run in runs if run.evaluations}
+    evaluated = {run.condition for run in runs if run.is_evaluated}
     hint = " --metric eval_pass_at_1 leaves them out." if len(evaluated) > 1 else ""
     return [f"Compared by {default_metric(runs)}: no evaluation of {list_some(without)}.{hint}"]
 

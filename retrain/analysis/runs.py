@@ -53,6 +53,11 @@ class RunRecord:
     edits: tuple[str, ...] = ()
     """Options that differ in config.toml; `config` is what the run was trained with."""
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether there is an evaluation with a rate."""
+        return any(row.get("eval_pass_at_1") is not None for row in self.evaluations.values())
+
     def rows(self, metric: str) -> Mapping[int, Row]:
         """The rows that contain a metric: evaluations or training steps."""
         return self.evaluations if metric.startswith("eval_") else self.metrics

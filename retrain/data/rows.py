@@ -108,7 +108,7 @@ def gsm8k_answer(text: str) -> str:
 def to_example(row: object, section: schema.Data, id: str) -> Example:
     """Convert one row; raises BadRow."""
     if not isinstance(row, Mapping):
-        raise BadRow(f"is {_kind(row)}, not an object with fields; each line holds one problem")
+        raise BadRow(f"is {kind_of(row)}, not an object with fields; each line holds one problem")
     prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS, "prompt_field")
     answer_field = _pick_field(row, section.answer_field, ANSWER_FIELDS, "answer_field")
     meta = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}
@@ -167,7 +167,7 @@ def read_prompt(value: object, field: str) -> Prompt:
     if isinstance(value, str):
         return _check_unicode(value, field)
     if not isinstance(value, Sequence) or not value:
-        raise BadRow(f"has {_kind(value)} in {field!r}, where text or a list of messages belongs")
+        raise BadRow(f"has {kind_of(value)} in {field!r}, where text or a list of messages belongs")
     return tuple(_read_message(message, field) for message in value)
 
 
@@ -186,7 +186,7 @@ def read_answer(value: object, field: str, named: bool) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return write_number(value)
     if not isinstance(value, str):
-        raise BadRow(f"has {_kind(value)} in {field!r}, where text or a number belongs")
+        raise BadRow(f"has {kind_of(value)} in {field!r}, where text or a number belongs")
     if not value.strip():
         raise BadRow(f"has no answer in {field!r}")
     # Only a solution contains more than its answer; unit tests, for example, must reach a custom reward unchanged.
@@ -206,6 +206,7 @@ def _check_unicode(text: str, field: str) -> str:
     return text
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """A value in the words of JSON, for messages."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")

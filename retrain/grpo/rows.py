@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from datasets import Dataset, load_dataset, load_from_disk
 
 from retrain.config.schema import Data
 from retrain.data import Endless, load_examples
-from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
+from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS, kind_of
 from retrain.errors import ConfigError
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.settings import FILES, OWN_SETS, RunSettings
@@ -40,7 +41,9 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
     else:
         rows = _load_dataset(name, run.dataset_config, split)
         rows = rows.select(range(min(limit, len(rows)))) if limit else rows
-    convert = _sft_row if is_sft else partial(_grpo_row, needs_answer=bool(run.answer_column) or _compares(run))
+    if not len(rows):
+        raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) has no rows.")
+    convert = _sft_row if is_sft else partial(_grpo_row, is_compared=_compares(run))
     return [convert(row, run, number) for number, row in enumerate(rows)]
 
 
@@ -61,9 +64,11 @@ def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
         raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}") from error
 
 
-def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, needs_answer: bool) -> Row:
+def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, is_compared: bool) -> Row:
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
-    answer = _pick(row, run.answer_column, ANSWERS, number, needs_answer)
+    answer = _pick(row, run.answer_column, ANSWERS, number, bool(run.answer_column) or is_compared)
+    if is_compared and not isinstance(row[answer], str | Number):
+        raise ConfigError(f"row {number} has {kind_of(row[answer])} in {answer!r}, where text or a number belongs.")
     columns = {key: value for key, value in row.items() if key not in (prompt, answer)}
     if run.keep_columns is not None:
         missing = [name for name in run.keep_columns if name not in row]
@@ -71,7 +76,11 @@ def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, needs_answe
             raise ConfigError(f"keep_columns names {missing[0]!r}; row {number} has {', '.join(row)}.")
         columns = {key: row[key] for key in run.keep_columns}
     # The selected columns replace others with these names.
-    return {**columns, "prompt": _messages(row[prompt], run), **({"answer": row[answer]} if answer else {})}
+    return {
+        **columns,
+        "prompt": _messages(row[prompt], run, prompt, number),
+        **({"answer": row[answer]} if answer else {}),
+    }
 
 
 def _compares(run: RunSettings) -> bool:
@@ -83,7 +92,8 @@ def _compares(run: RunSettings) -> bool:
 def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
     conversation = row.get("messages")
     if conversation and not run.prompt_column:
-        return {"prompt": _messages(conversation[:-1], run), "completion": [conversation[-1]]}
+        *asked, answered = _conversation(conversation, "messages", number)
+        return {"prompt": _messages(asked, run, "messages", number), "completion": [answered]}
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
     # A row with only `text` is trained on from its first token, unless training is on completions only.
     needs_completion = prompt != "text" or bool(run.completion_only_training)
@@ -91,14 +101,29 @@ def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
     if not completion:
         return {"text": row[prompt]}
     answer = row[completion]
-    is_conversation = isinstance(answer, Sequence) and not isinstance(answer, str)
-    completed = list(answer) if is_conversation else [{"role": "assistant", "content": str(answer)}]
-    return {"prompt": _messages(row[prompt], run), "completion": completed}
+    is_text = isinstance(answer, str | Number)
+    completed = (
+        [{"role": "assistant", "content": str(answer)}] if is_text else _conversation(answer, completion, number)
+    )
+    return {"prompt": _messages(row[prompt], run, prompt, number), "completion": completed}
 
 
-def _messages(prompt: Any, run: RunSettings) -> list[Any]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+def _messages(prompt: Any, run: RunSettings, column: str, number: int) -> list[Any]:
+    is_text = isinstance(prompt, str)
+    messages = [{"role": "user", "content": prompt}] if is_text else _conversation(prompt, column, number)
     return [{"role": "system", "content": run.system_prompt}, *messages] if run.system_prompt else messages
+
+
+def _conversation(value: Any, column: str, number: int) -> list[Any]:
+    """Messages, each with a role; one that calls tools may have no content."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        found = kind_of(value)
+        raise ConfigError(f"row {number} has {found} in {column!r}, where text or a list of messages belongs.")
+    for message in value:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message or (message.get("content") is None and not message.get("tool_calls")):
+            raise ConfigError(f"row {number} has a message without role and content in {column!r}.")
+    return list(value)
 
 
 def _pick(

@@ -43,7 +43,7 @@ def describe_verdict(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
     note = ""
     if len({run.condition for run in runs}) > 1:
         try:
-            if not all(run.evaluations for run in runs):
+            if not all(run.is_evaluated for run in runs):
                 runs = [replace(run, metrics=log.rates()) for run, log in zip(runs, logs, strict=True)]
             return compare_conditions(runs)
         except ConfigError as error:

@@ -88,6 +88,18 @@ def test_an_evaluation_without_scores_is_not_compared(
         assert "0.0%" not in page["verdict"]["sentence"]
 
 
+def test_runs_whose_evaluations_have_no_scores_are_compared_in_training(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = campaign / "runs" / "maxrl+none_s1" / "eval.jsonl"
+    rows = [json.loads(line) | {"correct": [0], "counted": [0]} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = as_json(capsys, campaign)
+    assert data["metric"] == "correct_rate"
+    assert any("no evaluation of maxrl+none_s1" in note for note in data["notes"])
+    assert "not compared" not in collect([campaign])["verdict"]["sentence"]
+
+
 def test_the_metric_that_some_runs_lack_is_suggested_only_if_it_compares(
     campaign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trl
@@ -430,3 +432,50 @@ def test_a_dotted_path_is_a_function_for_trl_or_a_plugin(tmp_path: Path, monkeyp
     own.close()
     with pytest.raises(ConfigError, match="there is no module 'no_such_module'"):
         load_rewards("no_such_module.score")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"prompt": {"role": "user", "content": "2+2?"}, "answer": 4},
+            "row 1 has an object in 'prompt', where text",
+        ),
+        ({"prompt": 12, "answer": 4}, "row 1 has a number in 'prompt', where text or a list of messages belongs"),
+        ({"prompt": ["2+2?", "x"], "answer": 4}, "row 1 has a message without role and content in 'prompt'"),
+        ({"prompt": [{"role": "user", "content": None}], "answer": 4}, "row 1 has a message without role and content"),
+        ({"prompt": "2+2?", "answer": ["4"]}, "row 1 has a list in 'answer', where text or a number belongs"),
+    ],
+)
+def test_rows_of_another_shape_are_refused_by_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], words: str
+) -> None:
+    good = {"prompt": [{"role": "user", "content": "1+1?"}], "answer": 2}
+    monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [good, row])
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_rows(RunSettings(dataset_id_or_path="rows", reward_funcs="match"), "train", None)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "q", "completion": {"role": "assistant", "content": "four"}}, "has an object in 'completion'"),
+        ({"messages": 5}, "has a number in 'messages', where text or a list of messages belongs"),
+        (
+            {"messages": [{"role": "user", "content": "q"}, "four"]},
+            "has a message without role and content in 'messages'",
+        ),
+    ],
+)
+def test_demonstrations_of_another_shape_are_refused(
+    monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [row])
+    with pytest.raises(ConfigError, match=re.escape(f"row 0 {words}")):
+        load_rows(RunSettings(dataset_id_or_path="rows"), "train", None, is_sft=True)
+
+
+def test_a_dataset_without_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [])
+    with pytest.raises(ConfigError, match="has no rows"):
+        load_rows(RunSettings(dataset_id_or_path="rows"), "train", None)

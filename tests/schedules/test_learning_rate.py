@@ -65,7 +65,10 @@ def test_steps_beyond_the_last_keep_its_rate(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optimizer.schedule": "polynomial", "training.lr": 2e-8}, "has an lr_end that is not below"),
+        (
+            {"optimizer.schedule": "polynomial", "training.lr": 2e-8},
+            "the default lr_end of 1e-07 that is not below",
+        ),
         ({"optimizer.schedule": "cosine", "optimizer.schedule_args": {"num_cycles": 1e308}}, "must be between 0 and"),
     ],
 )

@@ -48,7 +48,8 @@ def check_schedule(config: TrainConfig) -> Iterator[ConfigIssue]:
     yield from invalid
     lr_end = args.get("lr_end", POLYNOMIAL_LR_END if optimizer.schedule == "polynomial" else 0.0)
     if not invalid and lr_end >= config.training.lr:
-        text = "has an lr_end that is not below [training] lr."
+        which = "an lr_end" if "lr_end" in args else f"the default lr_end of {lr_end:g}"
+        text = f"has {which} that is not below [training] lr."
         hint = f"Try: an lr_end of {config.training.lr / 10:g}"
         yield option_issue("optimizer.schedule_args", text, hint, compares=("optimizer", "training"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -711,3 +712,29 @@ def test_an_error_of_a_server_ends_a_call_that_delivers(rig: Make, server: Loopb
     server.faults = [lambda body: (400, {"error": "no"}) if len(body["prompt"]) == 9 else None] * 9
     with pytest.raises(RolloutError, match="did not complete a prompt of 9 tokens"):
         one.engine.generate_each(PROMPTS, SAMPLING, lambda at, completions: None)
+
+
+@pytest.mark.parametrize("reply_after_s", [0.2, 1.5])
+def test_an_interrupted_batch_of_turns_leaves_nothing_behind(
+    rig: Make, server: Loopback, capfd: pytest.CaptureFixture[str], reply_after_s: float
+) -> None:
+    one = rig(server)
+    sampling = Sampling(max_tokens=8, n=1, temperature=0.7, seed=3)
+    one.check(sampling)
+    server.delay_s = reply_after_s
+
+    class Interrupted:
+        taken = False
+
+        def take(self, wait: bool) -> list[Turn]:
+            if self.taken:
+                time.sleep(0.4)
+                raise KeyboardInterrupt
+            self.taken = True
+            return [Turn(prompt, sampling, Future()) for prompt in PROMPTS]
+
+    with pytest.raises(KeyboardInterrupt):
+        one.engine.serve(Interrupted())  # type: ignore[arg-type]
+    one.engine.shutdown()
+    gc.collect()
+    assert capfd.readouterr().err == ""

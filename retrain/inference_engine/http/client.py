@@ -99,11 +99,19 @@ class Client:
         return _content(response)
 
     def close(self) -> None:
-        """Close connections and end the thread."""
+        """Cancel what is left, close connections and end the thread."""
+        self.run(_cancel_others())
         self.run(self.connections.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def gather_all(work: list[Work[T]]) -> list[T]:

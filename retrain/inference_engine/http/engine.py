@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -127,6 +128,7 @@ class HttpEngine:
         """Sample turns as they arrive, concurrently; a failed turn gets the exception."""
         drawn: list[tuple[ServedRow, Sampling]] = []
         futures: list[Future[Completion]] = []
+        requests: list[Future[ServedRow]] = []
         # One thread: rescoring uses one model.
         with ThreadPoolExecutor(1, "retrain-turns") as after:
 
@@ -140,12 +142,22 @@ class HttpEngine:
                 else:
                     turn.answer.set_result(completion)
 
-            while taken := turns.take(wait=True):
-                for turn in taken:
-                    futures.append(turn.answer)
-                    begun = self.client.submit(self._one(turn))
-                    begun.add_done_callback(partial(after.submit, finish, turn))  # type: ignore[call-arg]
-            wait(futures)
+            def pass_on(turn: Turn, begun: Future[ServedRow]) -> None:
+                # After an error, replies may still arrive.
+                with suppress(RuntimeError):
+                    after.submit(finish, turn, begun)
+
+            try:
+                while taken := turns.take(wait=True):
+                    for turn in taken:
+                        futures.append(turn.answer)
+                        requests.append(self.client.submit(self._one(turn)))
+                        requests[-1].add_done_callback(partial(pass_on, turn))
+                wait(futures)
+            except BaseException:
+                for request in requests:
+                    request.cancel()
+                raise
         for failed in (future.exception() for future in futures):
             if failed:
                 raise failed

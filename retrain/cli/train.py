@@ -107,16 +107,18 @@ def load_environment(announce: bool = True) -> None:
         _echo("Loaded .env")
 
 
+def _restore(folder: Path) -> None:
+    from retrain.storage.folder import restore_config  # noqa: PLC0415  (rarely needed)
+
+    restore_config(folder, _echo)
+
+
 def find_config(given: str | None, overrides: dict[str, object]) -> Path:
     """The given file, that of the run when resuming, else ./retrain.toml."""
     resumed = overrides.get("resume.from")
     if resumed == "":
         raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
     own = Path(str(resumed)).expanduser() / "config.toml"
-    if resumed and own.parent.is_dir() and not own.is_file():
-        from retrain.storage.folder import restore_config  # noqa: PLC0415  (rarely needed)
-
-        restore_config(own.parent, _echo)
     if given is not None and not (resumed and os.path.abspath(given) == os.path.abspath(own)):
         path = Path(given)
         # A link to nothing is there; reading it says what is wrong.
@@ -128,11 +130,16 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
             typed = click.get_current_context().command_path
             arguments = f"--resume {given}" if typed == "retrain" else path / "config.toml"
             raise ConfigError(f"{given} is the folder of a run, not a TOML file.  Try: {typed} {arguments}")
+        # A folder that may not be entered is explained later.
+        if resumed and os.path.isdir(own.parent / "checkpoints") and not os.path.isfile(own):
+            _restore(own.parent)
         return path
     if resumed:
         path = own
         if not path.parent.is_dir():
             raise ConfigError(f"there is no folder {resumed} to resume from.")
+        if not path.is_file():
+            _restore(path.parent)
         # A link such as logs/latest may lead to another run tomorrow.
         log_dir = str(path.parent.resolve()) if path.parent.is_symlink() else resumed
         overrides.setdefault("logging.log_dir", log_dir)

@@ -858,6 +858,10 @@ def test_a_lost_configuration_is_restored_from_the_checkpoint(
     assert run(["--resume", str(run_folder / "logs")]) == 0
     assert "is restored from the newest checkpoint" in capsys.readouterr().out
     assert load_config(written).training.max_steps == 4
+    (run_folder / "own.toml").write_text(written.read_text())
+    written.unlink()
+    assert run([str(run_folder / "own.toml"), "--resume", str(run_folder / "logs")]) == 0
+    assert "is restored from the newest checkpoint" in capsys.readouterr().out
     written.unlink()
     shutil.rmtree(run_folder / "logs" / "checkpoints")
     assert run(["--resume", str(run_folder / "logs")]) == 2

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -142,10 +142,10 @@ class RemoteEnvironment:
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
         """Run one example once; restarted if another rollout took the process down."""
         turns: list[_Turn] = []
-        attempts = itertools.count()
+        deaths = itertools.count()
         try:
             while True:
-                outcome = await _Rollout(await self._ready(), chat, turns, next(attempts)).play(example)
+                outcome = await _Rollout(await self._ready(), chat, turns, deaths).play(example)
                 if outcome is not None:
                     return outcome
         finally:
@@ -236,11 +236,12 @@ class RemoteEnvironment:
 class _Rollout:
     """One attempt at a rollout, in one process. `turns` has those of earlier attempts and is extended."""
 
-    def __init__(self, process: EnvironmentProcess, chat: Chat, turns: list[_Turn], attempt: int) -> None:
+    def __init__(self, process: EnvironmentProcess, chat: Chat, turns: list[_Turn], deaths: Iterator[int]) -> None:
         self.process = process
         self.chat = chat
         self.turns = turns
-        self.attempt = attempt
+        self.deaths = deaths
+        """Counts the ends of a process in which no rollout ran."""
         self.taken = 0
         self.number = 0
         self.inbox: asyncio.Queue[WireReply] = asyncio.Queue()
@@ -313,8 +314,11 @@ class _Rollout:
     def _raise_if_responsible(self) -> None:
         """Raise if this rollout was running when the process exited, or if none was, as after a kill, several times."""
         process = self.process
-        is_innocent = self.number not in process.suspects if process.suspects else not process.was_unresponsive
-        if is_innocent and (process.suspects or self.attempt < _DEATHS):
+        if process.suspects:
+            is_innocent = self.number not in process.suspects
+        else:
+            is_innocent = not process.was_unresponsive and next(self.deaths) < _DEATHS
+        if is_innocent:
             return
         where = f"\n{process.last_lines()}".rstrip()
         if process.was_unresponsive:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from retrain.environments import Message, Tool, ToolCall
@@ -15,8 +15,9 @@ from retrain.types import JsonObject
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Qwen3-Coder writes parameters as separate tags.
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?")
+_PARAMETER_END = "</parameter>"
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
@@ -67,10 +68,21 @@ def without_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Me
     return [{"role": "system", "content": description}, *plain]
 
 
+def _parameters(body: str) -> Iterator[tuple[str, str]]:
+    """Names and values, in one pass: a model may repeat an open tag for ever."""
+    at = 0
+    while (found := _PARAMETER.search(body, at)) is not None:
+        end = body.find(_PARAMETER_END, found.end())
+        if end < 0:
+            return
+        yield found[1], body[found.end() : end].removesuffix("\n")
+        at = end
+
+
 def _tagged_call(body: str) -> ToolCall:
     function = _FUNCTION.search(body)
     if function is not None:
-        return ToolCall(function[1], {name: _value(value) for name, value in _PARAMETER.findall(function[2])})
+        return ToolCall(function[1], {name: _value(value) for name, value in _parameters(function[2])})
     return _call(body) or ToolCall("", {}, broken=body)
 
 

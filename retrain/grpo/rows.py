@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
-from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
         rows = rows.select(range(min(limit, len(rows)))) if limit else rows
     if not len(rows):
         raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) has no rows.")
-    convert = _sft_row if is_sft else partial(_grpo_row, is_compared=_compares(run))
+    convert = _sft_row if is_sft else partial(_grpo_row, rewards=[] if is_sft else _comparing(run))
     return [convert(row, run, number) for number, row in enumerate(rows)]
 
 
@@ -64,10 +63,11 @@ def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
         raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}") from error
 
 
-def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, is_compared: bool) -> Row:
+def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, rewards: Sequence[str]) -> Row:
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
-    answer = _pick(row, run.answer_column, ANSWERS, number, bool(run.answer_column) or is_compared)
-    if is_compared and not isinstance(row[answer], str | Number):
+    answer = _pick(row, run.answer_column, ANSWERS, number, bool(run.answer_column) or bool(rewards))
+    # A plugin takes any answer, as its text.
+    if not {"match", "math"}.isdisjoint(rewards) and _is_collection(row[answer]):
         raise ConfigError(f"row {number} has {kind_of(row[answer])} in {answer!r}, where text or a number belongs.")
     columns = {key: value for key, value in row.items() if key not in (prompt, answer)}
     if run.keep_columns is not None:
@@ -83,10 +83,15 @@ def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, is_compared
     }
 
 
-def _compares(run: RunSettings) -> bool:
-    """Whether one of the rewards compares completions with an answer; functions of the user take what they need."""
+def _comparing(run: RunSettings) -> list[str]:
+    """The rewards that compare completions with an answer; functions of the user take what they need."""
     functions = load_rewards([name for name in run.reward_names if ":" not in name])
-    return any(isinstance(one, NamedReward) and one.__name__ != "judge" for one in functions)
+    return [one.__name__ for one in functions if isinstance(one, NamedReward) and one.__name__ != "judge"]
+
+
+def _is_collection(value: object) -> bool:
+    """Whether it is a list or an object; all else, such as a date, has a text."""
+    return isinstance(value, Sequence | Mapping) and not isinstance(value, str | bytes)
 
 
 def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
@@ -101,7 +106,7 @@ def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
     if not completion:
         return {"text": row[prompt]}
     answer = row[completion]
-    is_text = isinstance(answer, str | Number)
+    is_text = not _is_collection(answer)
     completed = (
         [{"role": "assistant", "content": str(answer)}] if is_text else _conversation(answer, completion, number)
     )

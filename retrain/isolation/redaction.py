@@ -158,7 +158,7 @@ def _find_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] |
 def _is_path(value: str) -> bool:
     """Whether it is the path of a file that is there, or could be: keys may begin with a slash, too."""
     parent = os.path.dirname(value)
-    return os.path.isabs(value) and (os.path.exists(value) or (parent != "/" and os.path.isdir(parent)))
+    return os.path.isabs(value) and (os.path.exists(value) or (bool(parent.strip("/")) and os.path.isdir(parent)))
 
 
 def _forms(value: str) -> set[str]:

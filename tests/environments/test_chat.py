@@ -280,10 +280,19 @@ def test_half_a_surrogate_pair_in_a_message_is_written_as_a_question_mark() -> N
     assert "unknown tool ?" in tiny_tokenizer().decode(ids)
 
 
-def test_an_endless_call_is_read_in_no_time() -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" + " " * 100_000 + "y",
+        "<function=a>" + "<parameter=b>\n" * 20_000,
+        "<function=" * 20_000,
+        "<function=a>" + "<parameter=" * 20_000,
+    ],
+)
+def test_an_endless_call_is_read_in_no_time(text: str) -> None:
     began = time.process_time()
-    (call,) = read_calls("<tool_call>x" + " " * 100_000 + "y")
-    assert call.broken.startswith("x") and time.process_time() - began < 1.0
+    assert len(read_calls(f"<tool_call>{text}")) == 1
+    assert time.process_time() - began < 1.0
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -479,3 +480,18 @@ def test_a_dataset_without_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [])
     with pytest.raises(ConfigError, match="has no rows"):
         load_rows(RunSettings(dataset_id_or_path="rows"), "train", None)
+
+
+def test_answers_of_other_kinds_are_left_to_those_who_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "any_of.py").write_text("def score(completion, reference): return float(completion in reference)\n")
+    monkeypatch.chdir(tmp_path)
+    day = datetime.date(2024, 1, 1)
+    monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [{"prompt": "q", "answer": ["a", "b"]}])
+    run = RunSettings(dataset_id_or_path="rows", reward_funcs="any_of.score")
+    assert load_rows(run, "train", None)[0]["answer"] == ["a", "b"]
+    monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [{"prompt": "q", "answer": day}])
+    assert load_rows(dataclasses.replace(run, reward_funcs="match"), "train", None)[0]["answer"] == day
+    (row,) = load_rows(run, "train", None, is_sft=True)
+    assert row["completion"] == [{"role": "assistant", "content": "2024-01-01"}]

@@ -67,7 +67,8 @@ def test_long_text_takes_no_time(text: str) -> None:
 def test_a_key_may_begin_like_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "/bPxRfiCYEXAMPLE/KEYwJalrXUtnFEMI")
     monkeypatch.setenv("SSH_KEY", str(tmp_path / "not_yet"))
-    assert redact("key=/bPxRfiCYEXAMPLE/KEYwJalrXUtnFEMI") == "key=***"
+    monkeypatch.setenv("OTHER_KEY", "//abcdefghijklmnop")
+    assert redact("key=/bPxRfiCYEXAMPLE/KEYwJalrXUtnFEMI //abcdefghijklmnop") == "key=*** ***"
     assert redact(f"{tmp_path}/not_yet is missing") == f"{tmp_path}/not_yet is missing"
 
 

@@ -860,7 +860,8 @@ def test_a_lost_configuration_is_restored_from_the_checkpoint(
     assert load_config(written).training.max_steps == 4
     (run_folder / "own.toml").write_text(written.read_text())
     written.unlink()
-    assert run([str(run_folder / "own.toml"), "--resume", str(run_folder / "logs")]) == 0
+    given = [str(run_folder / "own.toml"), "--log-dir", str(run_folder / "logs")]
+    assert run([*given, "--resume", str(run_folder / "logs")]) == 0
     assert "is restored from the newest checkpoint" in capsys.readouterr().out
     written.unlink()
     shutil.rmtree(run_folder / "logs" / "checkpoints")

@@ -46,6 +46,7 @@ from retrain.runtime.control import NoControl, RunControl, raise_if_stopped
 from retrain.runtime.devices import is_on_cpu
 from retrain.runtime.text import plural
 from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBackPressure
+from retrain.schedules.learning_rate import find_long_warmup, learning_rate
 from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import Checkpoint, Checkpoints
 from retrain.storage.folder import RunFolder
@@ -239,18 +240,16 @@ def _check_schedules(
     config: TrainConfig, credit: CreditAssigner, total: int | None, log: Callable[[str], None]
 ) -> None:
     """Report a run that ends within its warm-up or before SEPA begins, and schedules of unknown length."""
-    training, warmup = config.training, config.optimizer.warmup_steps
-    if 0 < training.max_steps <= warmup:
-        steps = plural(training.max_steps, "step")
-        log(f"Note: [optimizer] warmup_steps = {warmup:g} is not below {steps}: the learning rate never reaches lr.")
-    reason = why_off(config.sepa, training.max_steps)
-    if credit.uses_sepa and reason:
+    training = config.training
+    idle = [find_long_warmup(config), why_off(config.sepa, training.max_steps) if credit.uses_sepa else ""]
+    for reason in filter(None, idle):
         log(f"Note: {reason}")
     if total is not None:
+        end = "their end" if learning_rate(config, training.max_steps) else "their end, a learning rate of 0,"
         log(
             f"Note: [training] epochs = {training.epochs:g} ends the run after {plural(total, 'example', form='d')}, "
             f"since [backpressure] changes the batch size. Schedules assume {plural(training.max_steps, 'step')} of "
-            f"batch_size = {training.batch_size}, and stay at their end in any after that."
+            f"batch_size = {training.batch_size}, and stay at {end} in any after that."
         )
 
 

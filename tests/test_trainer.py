@@ -946,17 +946,22 @@ def test_epochs_count_passes_over_max_examples(model: Path, tmp_path: Path, exam
             pass
 
 
-@pytest.mark.parametrize("batch_size", [2, 64])
+@pytest.mark.parametrize(
+    ("batch_size", "schedule", "end"),
+    [(2, "constant", "their end in"), (64, "cosine", "their end, a learning rate of 0,")],
+)
 def test_epochs_are_passes_whatever_batch_sizes_back_pressure_chooses(
-    model: Path, tmp_path: Path, batch_size: int
+    model: Path, tmp_path: Path, batch_size: int, schedule: str, end: str
 ) -> None:
     sizes = {"backpressure__enabled": True, "backpressure__max_batch_size": 16, "training__batch_size": batch_size}
+    sizes |= {"optimizer__schedule": schedule}
     config = fake_config(model, tmp_path, training__epochs=4.0, **sizes)
     result, printed = train_quietly(config)
     # Four passes over 7 examples.
     assert sum(row["batch_size"] for row in rows(result.log_dir)) == 28
     assert sum(row["groups_sampled"] for row in rows(result.log_dir)) == 28
     assert "epochs = 4 ends the run after 28 examples, since [backpressure] changes the batch size" in printed
+    assert f"and stay at {end}" in printed
     assert "by measured speed, so this run does not repeat bit for bit" in printed
     state = json.loads((Path(result.log_dir) / "trainer_state.json").read_text())
     assert state["step"] == state["max_steps"] == len(rows(result.log_dir))

@@ -20,6 +20,7 @@ from retrain.losses import build_loss
 from retrain.losses.averages import Average
 from retrain.plugins import is_plugin
 from retrain.runtime.text import list_some
+from retrain.schedules.learning_rate import find_long_warmup
 
 RUNS = "runs"
 # Names become folders, wandb groups and tags, which restrict characters and length.
@@ -123,6 +124,15 @@ def _build_conditions(config: TrainConfig, campaign: Campaign, source: str) -> t
 def name_conditions(problems: Mapping[str, Sequence[str]], conditions: int) -> list[str]:
     """Each problem behind the names of the conditions that have it, unless all of them do."""
     return [text if len(names) == conditions else f"{list_some(names)}: {text}" for text, names in problems.items()]
+
+
+def find_idle(config: TrainConfig) -> list[str]:
+    """Parts of a method that stay off in a whole run."""
+    from retrain.advantages.sepa import find_idle_sepa  # noqa: PLC0415  (loads numpy)
+
+    # The number of steps is not known with epochs.
+    warmup = "" if config.training.epochs else find_long_warmup(config)
+    return [note for note in (find_idle_sepa(config), warmup) if note]
 
 
 def find_limits(runs: Sequence[Run], campaign: Campaign | None = None) -> list[str]:

@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from retrain.advantages import CreditAssigner
-from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
 from retrain.campaign.earlier import check_earlier, choose_folder, find_edits
 from retrain.campaign.manifest import Manifest, now
-from retrain.campaign.plan import Run, find_limits, name_conditions, plan_runs, runs_at_once
+from retrain.campaign.plan import Run, find_idle, find_limits, name_conditions, plan_runs, runs_at_once
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
     DONE,
@@ -182,7 +181,7 @@ class Campaign:
         for warning in find_shared_problems(list(conditions.values())):
             self.screen.log(f"Warning: {warning}")
         for condition, config in conditions.items():
-            if note := find_idle_sepa(config):
+            for note in find_idle(config):
                 self.screen.log(f"Note: {condition}: {note}")
         for note in find_limits(list(self.runs.values()), self.settings):
             self.screen.log(f"Note: {note}.")

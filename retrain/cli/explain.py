@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from pydantic import BaseModel
 
-from retrain.campaign.plan import Run, find_limits, name_conditions, runs_at_once, split_conditions
+from retrain.campaign.plan import Run, find_idle, find_limits, name_conditions, runs_at_once, split_conditions
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import check_files_of_problems, find_obstacles
@@ -212,20 +212,18 @@ def find_notes(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
         start.append(f'devices = "{config.backend.devices}" needs a GPU, and here is none; "auto" would take the CPU')
     conditions = split_conditions(config, "the campaign").values()
     assumed = dict.fromkeys(note for one in conditions for note in find_assumptions(one))
-    return [*start, *find_idle(config, runs), *assumed]
+    return [*start, *find_idle_parts(config, runs), *assumed]
 
 
-def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
+def find_idle_parts(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
     """Parts of a method that stay off, for each condition of a campaign, and conditions that train in the same way."""
-    from retrain.advantages.sepa import find_idle_sepa  # noqa: PLC0415  (loads numpy)
-
     if config.kind == "train":
         steps = steps_per_run(config)
         known = config.training.model_copy(update={"max_steps": steps, "epochs": 0.0})
-        note = find_idle_sepa(config.model_copy(update={"training": known})) if steps is not None else ""
-        return [note] if note else []
-    notes = {run.condition: find_idle_sepa(run.config) for run in runs}
-    return [*(f"{condition}: {note}" for condition, note in notes.items() if note), *find_limits(runs, config.campaign)]
+        return find_idle(config.model_copy(update={"training": known})) if steps is not None else []
+    idle = {run.condition: find_idle(run.config) for run in runs}
+    notes = [f"{condition}: {note}" for condition, found in idle.items() for note in found]
+    return [*notes, *find_limits(runs, config.campaign)]
 
 
 def _engine(config: TrainConfig) -> JsonObject:

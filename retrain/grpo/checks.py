@@ -18,12 +18,13 @@ from retrain.checks.preflight import (
     is_offline,
     use_cache_if_unreachable,
 )
-from retrain.config.schema import Data
+from retrain.config.schema import Data, Reward
 from retrain.data import build_source
 from retrain.data.hub import FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.grpo.settings import FILES, OWN_SETS, RunSettings, advise_split
 from retrain.modeling.files import find_model
+from retrain.rewards.judge import find_server
 from retrain.storage.aside import LOCK_FILE, is_of_run
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import lock_folder
@@ -141,6 +142,8 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
     trackers = arguments.get("report_to")
     if "wandb" in ([trackers] if isinstance(trackers, str) else trackers or []) and not has_wandb_key():
         raise ConfigError(f"report_to = {trackers!r} needs a key of wandb, and there is none.  {WANDB_HINT}")
+    if "judge" in run.reward_names:
+        find_server(Reward(type="judge"))
     checkpoint = choose_checkpoint(arguments.get("output_dir") or OUTPUT, arguments.get("resume_from_checkpoint"))
     issues = tuple(_find_issues(run, arguments))
     from_hub = find_model(run.model_name_or_path).found in ("cache", "download") or bool(_dataset_of_hub(run))

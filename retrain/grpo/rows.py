@@ -97,13 +97,17 @@ def _is_collection(value: object) -> bool:
 def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
     conversation = row.get("messages")
     if conversation and not run.prompt_column:
-        *asked, answered = _conversation(conversation, "messages", number)
+        *asked, answered = _conversation(conversation, "messages", number, "a list of messages")
+        if not asked:
+            raise ConfigError(f"row {number} has one message in 'messages', where a prompt and a completion belong.")
         return {"prompt": _messages(asked, run, "messages", number), "completion": [answered]}
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
     # A row with only `text` is trained on from its first token, unless training is on completions only.
     needs_completion = prompt != "text" or bool(run.completion_only_training)
     completion = _pick(row, run.answer_column, COMPLETIONS, number, needs_completion)
     if not completion:
+        if not isinstance(row[prompt], str):
+            raise ConfigError(f"row {number} has {kind_of(row[prompt])} in {prompt!r}, where text belongs.")
         return {"text": row[prompt]}
     answer = row[completion]
     is_text = not _is_collection(answer)
@@ -119,11 +123,12 @@ def _messages(prompt: Any, run: RunSettings, column: str, number: int) -> list[A
     return [{"role": "system", "content": run.system_prompt}, *messages] if run.system_prompt else messages
 
 
-def _conversation(value: Any, column: str, number: int) -> list[Any]:
+def _conversation(value: Any, column: str, number: int, belongs: str = "text or a list of messages") -> list[Any]:
     """Messages, each with a role; one that calls tools may have no content."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        found = kind_of(value)
-        raise ConfigError(f"row {number} has {found} in {column!r}, where text or a list of messages belongs.")
+        raise ConfigError(f"row {number} has {kind_of(value)} in {column!r}, where {belongs} belongs.")
+    if not value:
+        raise ConfigError(f"row {number} has an empty {column}.")
     for message in value:
         is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not is_message or (message.get("content") is None and not message.get("tool_calls")):

@@ -38,8 +38,8 @@ _PASSWORD_NAME = re.compile(r"PASS(?:WORD|WD|PHRASE)", re.IGNORECASE)
 # Shorter values are words or numbers and would be hidden everywhere.
 _SHORTEST_SECRET, _SHORTEST_PASSWORD = 8, 6
 
-# A user name and password, or a token instead of the name.
-_IN_URL = re.compile(r"(?<=://)(?:[^\s/?#@:'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})@")
+# A user name, which may be an e-mail address, and password, or a token instead of the name.
+_IN_URL = re.compile(r"(?<=://)(?:[^\s/?#:'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})@")
 _IN_QUERY = re.compile(
     r"(?P<name>[?&](?:[\w.-]*(?:key|token|secret|password|signature|sig|auth))=)[^\s&#'\"<>]+", re.IGNORECASE
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,8 @@ from retrain.errors import PluginError, RetrainError
 from retrain.isolation.redaction import redact
 
 _OWN_FOLDER = str(Path(__file__).parents[1])
+# Ours, and Python's while it imports a module.
+_NOT_OF_USER = (_OWN_FOLDER, "<frozen importlib", str(Path(importlib.__file__).parent))
 _LONGEST = 4000
 
 
@@ -30,18 +33,22 @@ def summarize_error(error: BaseException) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """The traceback from the first frame of the user's code; of a long one, the end."""
-    frames = _after_own(error.__traceback__) or error.__traceback__
-    lines = traceback.format_exception(type(error), error, frames)
+    frames = _after_own(error.__traceback__)
+    # A syntax error says itself where it is.
+    lines = traceback.format_exception(
+        type(error), error, error.__traceback__ if frames is None and not isinstance(error, SyntaxError) else frames
+    )
     text = redact("".join(lines)).strip()  # before it is cut: a part of a secret is not recognized
     return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
 
 
 def _says_all(error: BaseException) -> bool:
     """Whether the message suffices: a module was not found, or none of the user's code had a part in it."""
-    return isinstance(error, ModuleNotFoundError) or _after_own(error.__traceback__) is None
+    in_user_code = isinstance(error, SyntaxError) or _after_own(error.__traceback__) is not None
+    return isinstance(error, ModuleNotFoundError) or not in_user_code
 
 
 def _after_own(frames: TracebackType | None) -> TracebackType | None:
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_NOT_OF_USER):
         frames = frames.tb_next
     return frames

@@ -216,7 +216,7 @@ def find_server(section: schema.Reward) -> Server:
     if not key and url == DEFAULT_URL:
         raise ConfigError(
             f"the judge at {DEFAULT_URL} needs a key, and OPENAI_API_KEY is not set.  "
-            'Try: set OPENAI_API_KEY=... in .env, or judge_base_url = "http://localhost:8000/v1" for your own server'
+            "Try: set OPENAI_API_KEY=... in .env, or OPENAI_BASE_URL=http://localhost:8000/v1 for your own server"
         )
     if not key.isascii():
         raise ConfigError("OPENAI_API_KEY contains invalid characters.  Try: copy it again")

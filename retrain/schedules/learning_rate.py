@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from retrain.config.rules.schedule import POLYNOMIAL_LR_END, used_arguments
 from retrain.config.schema import TrainConfig
+from retrain.runtime.text import plural
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,15 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     factor = _SCHEDULES[optimizer.schedule]
     at = _Position(step, warmup, training.max_steps, training.lr)
     return training.lr * factor(at, **used_arguments(optimizer))
+
+
+def find_long_warmup(config: TrainConfig) -> str:
+    """A sentence if a run ends within its warm-up, or ""; with epochs, the number of steps is not known here."""
+    warmup, steps = config.optimizer.warmup_steps, config.training.max_steps
+    if not 0 < steps <= warmup:
+        return ""
+    most = plural(steps, "step")
+    return f"[optimizer] warmup_steps = {warmup:g} is not below {most}: the learning rate never reaches lr."
 
 
 def warmup_steps(warmup: float, max_steps: int) -> int:

@@ -221,8 +221,10 @@ def test_what_stays_off_is_noted_for_each_condition(capsys: pytest.CaptureFixtur
     note = "SEPA stays off: it begins after [sepa] delay_steps = 50, and this run has 20 steps."
     assert _explain(capsys, "--campaign-max-steps", "20")["notes"] == [f"maxrl+gtpo_sepa: {note}"]
     _write(starter("quickstart"))
-    assert run(["explain", "--max-steps", "20"]) == 0
-    assert f"note: {note}" in capsys.readouterr().out
+    assert run(["explain", "--max-steps", "20", "--optimizer-warmup-steps", "20"]) == 0
+    printed = capsys.readouterr().out
+    warmup = "[optimizer] warmup_steps = 20 is not below 20 steps: the learning rate never reaches lr."
+    assert f"note: {note}" in printed and f"note: {warmup}" in printed
 
 
 def test_conditions_with_one_label_are_distinguished_by_what_they_override(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("check_sampling_device", {"inference": {"engine": "vllm"}, "training": {"async_steps": 1}}),
     ("check_sampling_device", {"backend": {"devices": "gpu:0,gpu:1"}, "training": {"async_steps": 1}}),
     ("check_sampling_device", {"backend": {"backend": "tinker"}, "training": {"async_steps": 1}}),
-    ("check_pass_at_k", {"eval": {"k": 4, "samples": 4}}),
+    ("check_pass_at_k", {"eval": {"every": 1, "k": 4, "samples": 4}}),
+    ("check_pass_at_k", {"eval": {"k": 5, "samples": 4}}),
     (
         "check_held_out_file",
         {"data": JSONL, "eval": {"every": 5, "source": "jsonl", "path": "b.jsonl"}},
@@ -295,7 +296,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"inference": {"engine": "mlx"}, "backend": {"devices": "cpu, gpu:1"}},
         '[backend] devices names several, but [inference] engine "mlx" samples on a server',
     ),
-    ("check_pass_at_k", {"eval": {"k": 5, "samples": 4}}, "[eval] k is 5, more than the 4 samples"),
+    ("check_pass_at_k", {"eval": {"every": 1, "k": 5, "samples": 4}}, "[eval] k is 5, more than the 4 samples"),
     (
         "check_held_out_file",
         {"data": JSONL, "eval": {"every": 5}},

@@ -106,6 +106,10 @@ def test_packages_become_one_table() -> None:
         (["lora_rank=-1"], "lora_rank must be a whole number"),
         (["reward_funcs=maths"], "Did you mean 'math'?"),
         (["reward_funcs=wordy"], "'wordy' is not a known reward. Known: match, math, judge, or module:function."),
+        (
+            ["reward_funcs=judge"],
+            "OPENAI_API_KEY is not set.  Try: set OPENAI_API_KEY=... in .env, or OPENAI_BASE_URL=",
+        ),
         (["reward_funcs=custom"], "'custom' names no function.  Try: module:function"),
         (["reward_funcs=think_format_reward"], "Try: trl.rewards:think_format_reward"),
         (["dataset_name=org/rows"], "unknown setting 'dataset_name'.  Did you mean dataset_id_or_path?"),
@@ -445,6 +449,7 @@ def test_a_dotted_path_is_a_function_for_trl_or_a_plugin(tmp_path: Path, monkeyp
         ({"prompt": 12, "answer": 4}, "row 1 has a number in 'prompt', where text or a list of messages belongs"),
         ({"prompt": ["2+2?", "x"], "answer": 4}, "row 1 has a message without role and content in 'prompt'"),
         ({"prompt": [{"role": "user", "content": None}], "answer": 4}, "row 1 has a message without role and content"),
+        ({"prompt": [], "answer": 4}, "row 1 has an empty prompt"),
         ({"prompt": "2+2?", "answer": ["4"]}, "row 1 has a list in 'answer', where text or a number belongs"),
     ],
 )
@@ -461,7 +466,11 @@ def test_rows_of_another_shape_are_refused_by_their_number(
     ("row", "words"),
     [
         ({"prompt": "q", "completion": {"role": "assistant", "content": "four"}}, "has an object in 'completion'"),
-        ({"messages": 5}, "has a number in 'messages', where text or a list of messages belongs"),
+        ({"messages": 5}, "has a number in 'messages', where a list of messages belongs"),
+        ({"messages": "Hello"}, "has a text in 'messages', where a list of messages belongs"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "has one message in 'messages'"),
+        ({"prompt": "q", "completion": []}, "has an empty completion"),
+        ({"text": ["a", "b"]}, "has a list in 'text', where text belongs"),
         (
             {"messages": [{"role": "user", "content": "q"}, "four"]},
             "has a message without role and content in 'messages'",
@@ -480,6 +489,12 @@ def test_a_dataset_without_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [])
     with pytest.raises(ConfigError, match="has no rows"):
         load_rows(RunSettings(dataset_id_or_path="rows"), "train", None)
+
+
+def test_an_answer_may_be_an_empty_list_to_a_function_that_takes_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [{"prompt": "q", "gold": []}])
+    run = RunSettings(dataset_id_or_path="rows", reward_funcs="math:prod", answer_column="gold")
+    assert load_rows(run, "train", None)[0]["answer"] == []
 
 
 def test_answers_of_other_kinds_are_left_to_those_who_take_them(

@@ -165,6 +165,12 @@ def test_adapters_are_merged_in_place_where_copies_would_take_too_much(
     assert choice.choose(replace(on_gpu, is_trained_while_sampled=True), Inference()).merging == "copies"
 
 
+def test_an_engine_that_samples_during_training_merges_nothing_into_the_trained_weights(llama: Rig) -> None:
+    engine = engine_with(replace(llama.policy, is_trained_while_sampled=True))
+    assert not engine.restore_sizes(engine.sizes() | {"in_place": 1})
+    assert engine.sizes()["in_place"] == 0 and engine.model is not None and engine.model.merging == "copies"
+
+
 def test_a_resumed_engine_merges_as_the_earlier_one_did(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, sampling = random_prompts(LENGTHS), Sampling(max_tokens=8, n=2, seed=3)
     engine = engine_with(llama.policy)

@@ -31,6 +31,7 @@ from retrain.types import Completion, Example, Group, Score
     [
         ("GET https://user:hunter2@host.example/v1 failed", "GET https://***@host.example/v1 failed"),
         ("postgres://u:p@ss@db/x", "postgres://***@db/x"),
+        ("http://me@corp.example:hunter2@proxy:8080/", "http://***@proxy:8080/"),
         ("https://0123456789abcdef@host/x ssh://git@host", "https://***@host/x ssh://git@host"),
         ("https://h/v1?api_key=abc123&x=1", "https://h/v1?api_key=***&x=1"),
         ("https://h/v1?x=1&access_token=abc", "https://h/v1?x=1&access_token=***"),
@@ -48,6 +49,7 @@ def test_a_password_or_key_in_a_text_is_hidden(text: str, shown: str) -> None:
     [
         "see http://localhost:8000/v1 and a@b.example",
         "http://h:80/path@2",
+        "ssh://git@host:22/x and http://me@h:80 a@b",
         "x = 3? y=4 & z=5",
         "Basic arithmetic, bearer of news",
         "a risk-free task",
@@ -57,7 +59,9 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
     assert redact(text) == text
 
 
-@pytest.mark.parametrize("text", ["http://" + ":" * 100_000 + " a@b", "http://" + "a:" * 50_000 + " x@y"])
+@pytest.mark.parametrize(
+    "text", ["http://" + ":" * 100_000 + " a@b", "http://" + "a:" * 50_000 + " x@y", "http://" + "@" * 100_000]
+)
 def test_long_text_takes_no_time(text: str) -> None:
     began = time.process_time()
     assert redact(text) == text

@@ -44,7 +44,8 @@ def load_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
     before = engine.description if isinstance(engine, Described) else ""
     if not engine.restore_sizes(sizes["sampling"]):
         learner.log(
-            "Warning: the free memory has changed, so completions are sampled in different batches and may differ."
+            "Warning: the free memory has changed, or [training] overlap, so completions are sampled in another way "
+            "and may differ."
         )
     if isinstance(engine, Described) and engine.description != before:
         learner.log(f"Engine: {engine.description}, as before the resume")

@@ -39,11 +39,11 @@ def check_eval_temperature(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 def check_pass_at_k(config: TrainConfig) -> Iterator[ConfigIssue]:
     """pass@k needs at least k samples."""
-    if config.eval.k > config.eval.samples:
+    if config.eval.every and config.eval.k > config.eval.samples:
         yield option_issue(
             "eval.k",
             f"is {config.eval.k}, more than the {config.eval.samples} samples per problem.",
-            f"Try: samples = {config.eval.k}",
+            f"Try: k = 0, or samples = {config.eval.k}",
             ("eval",),
         )
 

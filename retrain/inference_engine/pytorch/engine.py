@@ -86,7 +86,9 @@ class PyTorchEngine:
         self.decoder = make_decoder(self.policy, self.model, choice, self.shares_prompts)
 
     def _merge_otherwise(self, merging: Merging) -> bool:
-        """Merge the adapter in this way from now on; False if memory does not allow it."""
+        """Merge the adapter in this way from now on; False if memory or training during sampling does not allow it."""
+        if merging == "in-place" and self.policy.is_trained_while_sampled:
+            return False
         chosen = self.choice
         self.decoder.release()
         try:

@@ -28,7 +28,7 @@ from retrain.isolation.tracebacks import summarize_error
 from retrain.rollout import Rollouts
 from retrain.runtime.control import raise_if_stopped
 from retrain.runtime.interrupts import Interrupts
-from retrain.schedules.learning_rate import learning_rate
+from retrain.schedules.learning_rate import learning_rate, warmup_steps
 from retrain.seeding import derive_seed, seed_everything
 from retrain.storage.checkpoint import mark_running, publish_adapter, read_notes, record_failure, write_state_file
 from retrain.storage.recording import write_recording
@@ -362,10 +362,12 @@ def warn_of_changed_steps(parts: Parts, step: int, max_steps: int) -> None:
     earlier = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": max_steps})})
     before, now = learning_rate(earlier, step), learning_rate(config, step)
     if before != now:
+        warmup, schedule = config.optimizer.warmup_steps, config.optimizer.schedule
+        is_warming = step < warmup_steps(warmup, max(max_steps, config.training.max_steps))
+        changed = f"warmup_steps = {warmup:g}" if is_warming else f"schedule = {schedule!r}"
         parts.console.print(
             f"Note: [training] max_steps changed from {max_steps} to {config.training.max_steps}, and with it "
-            f"[optimizer] schedule = {config.optimizer.schedule!r}: the learning rate of step {step} is {now:.4g} "
-            f"instead of {before:.4g}."
+            f"[optimizer] {changed}: the learning rate of step {step} is {now:.4g} instead of {before:.4g}."
         )
 
 

@@ -1063,6 +1063,11 @@ def test_a_resume_that_stretches_the_schedule_says_how_the_learning_rate_jumps(m
     ) in printed
     _, printed = train_quietly(fake_config(model, tmp_path, **linear, training__max_steps=8))
     assert "Note: [training]" not in printed, "the same length"
+    share = {"optimizer__warmup_steps": 0.9, "training__lr": 1e-3}
+    train_quietly(fake_config(model, tmp_path, **share))
+    share["resume__from"] = str(tmp_path / "logs")
+    _, printed = train_quietly(fake_config(model, tmp_path, **share, training__max_steps=12))
+    assert "and with it [optimizer] warmup_steps = 0.9: the learning rate of step 4 is " in printed
     train_quietly(fake_config(model, tmp_path))
     _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))
     assert "Note: [training]" not in printed, "a constant rate does not jump"

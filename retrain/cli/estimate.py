@@ -213,7 +213,7 @@ def measure_time(config: TrainConfig) -> MeasuredTime:
     logs, where = _read_logs(config)
     steps = [row["step_time_s"] for log in logs for row in log[-_MEASURED_STEPS:]]
     if not steps:
-        return MeasuredTime(None, None, f"no step of this size has been measured in {where}")
+        return MeasuredTime(None, None, f"no step of this kind and size has been measured in {where}")
     evaluations = [row["eval_time_s"] for log in logs for row in log if "eval_time_s" in row]
     evaluation = statistics.median(evaluations) if evaluations else None
     return MeasuredTime(statistics.median(steps), evaluation, f"the median of {plural(len(steps), 'step')} in {where}")

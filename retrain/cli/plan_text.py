@@ -160,7 +160,8 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
             reason = f"CPUs differ too much to estimate one.  {hint}"
         if data["backend"] != "local":
             reason = f"the hardware of {data['backend']} is unknown.  {hint}"
-        unknown = f"unknown: no step of this size (batch_size, group_size, max_tokens) has been measured, and {reason}"
+        like = "with this model, device and size (batch_size, group_size, max_tokens)"
+        unknown = f"unknown: no step {like} has been measured, and {reason}"
         by_gpu = ", ".join(f"{_format_step(seconds)} on {name}" for name, seconds in step["seconds_by_gpu"].items())
         rows.append(("seconds per step", f"{by_gpu}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_gpu else unknown))
     else:

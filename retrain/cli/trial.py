@@ -213,7 +213,7 @@ def _machine_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
         yield "[data] source", _try_source
     if not config.environment.provider and config.eval.every and is_plugin("data", config.held_out_source):
         yield "[eval] source", _try_held_out
-    for table in _tables_with_files(config):
+    for table in _tables_to_measure(config):
         yield f"{table}, prompts", lambda c, table=table: _try_prompts(c, table)  # type: ignore[misc]
 
 
@@ -368,15 +368,17 @@ def _try_tokenizer(name: str, where: str, config: TrainConfig) -> str:
     return f"{name}: {len(tokenizer):,} tokens"
 
 
-def _tables_with_files(config: TrainConfig) -> Iterator[str]:
-    """Tables whose prompts come from a file, which may hold long ones, if it is known how much the model takes."""
-    if config.environment.provider or config.backend.backend != "local":
+def _tables_to_measure(config: TrainConfig) -> Iterator[str]:
+    """Tables whose prompts may be too long, as those from a file, if it is known how much the model takes."""
+    context = known_context(config)
+    if config.environment.provider or config.backend.backend != "local" or context is None:
         return
     held_out = {"[eval]": config.held_out_source} if config.eval.every else {}
     for table, source in ({"[data]": config.data.source} | held_out).items():
-        # With teaching, the templates count as well, and questions that are generated are known to be short without.
-        is_read = reads_file(source) or (config.teaching.enabled and REGISTRIES["data"].facts(source).endless)
-        if is_read and known_context(config) is not None:
+        # Generated questions are short: they count where little is left for them, or beside templates of teaching.
+        leaves_little = table == "[data]" and config.training.max_tokens > context // 2
+        counts = (config.teaching.enabled or leaves_little) and REGISTRIES["data"].facts(source).endless
+        if reads_file(source) or counts:
             yield table
 
 
@@ -418,7 +420,7 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
             "max_prompt_tokens = 0, or shorter prompts" if fits else "shorter prompts, or a model with a longer context"
         )
     found, shared = f"up to {encoder.longest(longest)} of {context:,} tokens", 0
-    if table == "[eval]" and "[data]" in _tables_with_files(config):
+    if table == "[eval]" and reads_file(config.data.source):
         with suppress(RetrainError):
             shared = count_shared(load_training(), examples)
     if shared:

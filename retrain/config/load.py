@@ -291,8 +291,12 @@ def _explain(location: Location, detail: ErrorDetails) -> ConfigIssue:
 
 
 def _suggest_value(option: Option, value: object) -> str:
-    if option.type_name == "list[str]" and isinstance(value, str):
-        return f"Try: {option.key} = {format_value([value])}"
+    if option.type_name in ("list[str]", "list[int]") and isinstance(value, str):
+        # As other programs take lists: a,b
+        items = [item.strip(" []'\"") for item in value.split(",")]
+        if option.type_name == "list[str]" or all(item.isdecimal() and len(item) < 19 for item in items):
+            shown = [item if option.type_name == "list[str]" else int(item) for item in items if item]
+            return f"Try: {option.key} = {format_value(shown)}"
     if option.type_name.startswith("table") and isinstance(value, str) and "=" in value:
         return 'Texts inside need quotes: { key = "value" }'
     return f"Try: {option.key} = {format_value(_convert(option, value))}"

@@ -302,7 +302,10 @@ def test_a_size_read_from_a_name_is_called_a_guess(capsys: pytest.CaptureFixture
 
 def test_time_is_taken_from_measured_steps_of_the_same_size(capsys: pytest.CaptureFixture[str]) -> None:
     _write("[training]\nmax_steps = 100\nbatch_size = 2\ngroup_size = 4\n")
-    assert _explain(capsys)["time"]["from"] == "no step of this size has been measured in logs/train/metrics.jsonl"
+    assert (
+        _explain(capsys)["time"]["from"]
+        == "no step of this kind and size has been measured in logs/train/metrics.jsonl"
+    )
     Path("logs/train").mkdir(parents=True)
     steps = [
         {"step": 0, "batch_size": 2, "group_size": 4, "step_time_s": 1.0},

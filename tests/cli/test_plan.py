@@ -417,7 +417,7 @@ def test_a_step_with_another_limit_is_no_measurement_and_the_text_says_which_opt
     assert plan(capsys)["step"]["seconds"] == 2.0
     assert run(["plan", "--max-tokens", "64"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "no step of this size (batch_size, group_size, max_tokens) has been measured" in text
+    assert "no step with this model, device and size (batch_size, group_size, max_tokens) has been measured" in text
 
 
 def test_on_a_cpu_no_gpu_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:

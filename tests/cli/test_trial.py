@@ -107,6 +107,12 @@ def test_the_prompts_of_each_file_are_measured_by_themselves(tmp_path: Path) -> 
     assert "tokens in [data] do not fit" in found["[data], prompts"][1] and "[eval], prompts" not in found
 
 
+def test_generated_prompts_are_measured_where_little_room_is_left() -> None:
+    assert "[data], prompts" not in outcomes(data__source="arithmetic", training__max_tokens=128)
+    detail, problem = outcomes(data__source="arithmetic", training__max_tokens=250)["[data], prompts"]
+    assert not detail and problem.endswith("do not fit the model's context of 256.  Try: max_tokens = 243")
+
+
 def test_the_templates_of_teaching_count_in_the_context() -> None:
     options = {"teaching__enabled": True, "teaching__max_probe_tokens": 10, "algorithm__advantage_mode": "grpo"}
     for max_tokens, fits in ((150, False), (40, True)):

@@ -114,6 +114,7 @@ def test_a_bad_value_of_a_flag_is_reported_like_one_of_the_file(arguments: list[
     ("arguments", "hint"),
     [
         (["--pass-env", "OPENAI_API_KEY"], "Try: --pass-env '[\"OPENAI_API_KEY\"]'"),
+        (["--pass-env", "MY_TOKEN, HOME"], 'Try: --pass-env \'["MY_TOKEN", "HOME"]\''),
         (["--search-paths", "my folder"], "Try: --search-paths '[\"my folder\"]'"),
         (["--schedule-args", "fast"], "Try: --schedule-args '{}'"),
         (["--overlap", "maybe"], 'Try: --overlap "auto"'),

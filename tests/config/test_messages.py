@@ -38,6 +38,11 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
         ("[training]\nbatch_size = 4.0", "[training] batch_size must be a whole number, got 4.0.  Try: batch_size = 4"),
         ("[training]\nlr = inf", "[training] lr must be a finite number, got inf.  Try: lr = 4e-05"),
         ("[training]\nlr = nan", "[training] lr must be a finite number, got nan.  Try: lr = 4e-05"),
+        ('[campaign]\nseeds = "4,5"', '[campaign] seeds must be a list, got "4,5".  Try: seeds = [4, 5]'),
+        (
+            '[campaign]\nseeds = "a,5"',
+            '[campaign] seeds must be a list, got "a,5".  Try: seeds = [42, 101, 202, 303, 404, 505, 606, 707]',
+        ),
         ("[training]\ntop_p = 1.5", "[training] top_p must be <= 1, got 1.5.  Try: top_p = 1.0"),
         ("[training]\nseed = -2", "[training] seed must be >= -1, got -2.  Try: seed = -1"),
         (

@@ -312,6 +312,9 @@ def test_something_else_at_the_port_is_distinguished(
     monkeypatch.setattr(server, "respond", lambda path, body, key: (200, ["a web page"]))
     with pytest.raises(ConfigError, match="is not a vllm server"):
         rig(server).check()
+    monkeypatch.setattr(server, "respond", lambda path, body, key: (404, "<!DOCTYPE HTML><html>No such page</html>"))
+    with pytest.raises(ConfigError, match="is not a vllm server: /v1/models replied 404: a web page"):
+        rig(server).check()
 
 
 def test_a_sampling_option_that_the_server_means_otherwise_is_rejected(rig: Make, server: Loopback) -> None:

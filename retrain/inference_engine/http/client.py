@@ -150,4 +150,5 @@ def _message(response: Response) -> str:
         body = response.body.decode(errors="replace")
     while isinstance(body, dict):
         body = body.get("error") or body.get("message") or body.get("error_message") or body.get("detail") or str(body)
-    return " ".join(str(body).split())[:300]
+    text = " ".join(str(body).split())[:300]
+    return "a web page" if text.lower().startswith(("<!doctype html", "<html")) else text

@@ -90,8 +90,9 @@ class Identification:
             if self.spec.name == "openai":
                 # Not every server lists its models; the samples will show.
                 return self.wanted, 0
+            answer = f"returned {error}".replace("returned it replied", "replied")
             raise ConfigError(
-                f"{server.url} is not a {self.spec.name} server: {self.spec.models} returned {error}.  "
+                f"{server.url} is not a {self.spec.name} server: {self.spec.models} {answer}.  "
                 f"Try: check the port; {self._command(server)}"
             ) from error
         if not models:

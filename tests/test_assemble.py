@@ -61,7 +61,7 @@ def test_a_run_that_ends_before_sepa_begins_says_so(
     assert (note in capsys.readouterr().out) == is_noted
 
 
-@pytest.mark.parametrize(("warmup", "is_noted"), [(4.0, True), (3.0, False), (0.9, False), (0.0, False)])
+@pytest.mark.parametrize(("warmup", "is_noted"), [(4.0, True), (3.0, False), (0.7, False), (0.0, False)])
 def test_a_run_that_ends_before_its_warm_up_says_so(
     warmup: float, is_noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,11 +16,16 @@ from retrain.plugins import SERVER_ENGINES
 
 WANDB_HINT = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
 
+_WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")
+
 
 def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
     """Keys that the configuration needs and that are missing or invalid, by environment variable."""
-    project = config.logging.wandb_project
-    if project and not has_wandb_key():
+    project, mode = config.logging.wandb_project, os.environ.get("WANDB_MODE") or "online"
+    if project and mode not in _WANDB_MODES:
+        text = f"= {json.dumps(mode)} is not a mode of wandb."
+        yield "WANDB_MODE", ConfigIssue("WANDB_MODE", text, f"Try: one of {', '.join(_WANDB_MODES)}")
+    elif project and not has_wandb_key():
         text = f"= {json.dumps(project)} needs a key, and there is none."
         yield "WANDB_API_KEY", ConfigIssue("[logging] wandb_project", text, WANDB_HINT)
     problem = explain_invalid_tinker_key() if config.backend.backend == "tinker" else ""
@@ -57,7 +62,7 @@ def has_wandb_key() -> bool:
     """Whether wandb has a key, or needs none. The key itself is not read."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    if os.environ.get("WANDB_MODE", "online") not in ("online", "run"):
+    if (os.environ.get("WANDB_MODE") or "online") not in ("online", "run"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")) / "settings"

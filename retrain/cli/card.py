@@ -24,12 +24,15 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
     """
     folders = folders or (Path("logs"),)
     from retrain.report import collect  # noqa: PLC0415  (slow to import)
-    from retrain.report.card import write_card  # noqa: PLC0415
+    from retrain.report.card import CREATED, write_card  # noqa: PLC0415
 
+    target = output or folders[0] / CARD
+    card = target / "README.md"
+    if card.is_file() and CREATED not in card.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(f"{card} is not a card, and is not replaced.  Try: --output {target / CARD}")
     data = collect(folders)
     if not data["runs"]:
         raise ConfigError(f"{folders[0]} has no runs with logged steps yet.")
-    target = output or folders[0] / CARD
     try:
         plots = []
         if not no_plots:
@@ -37,8 +40,8 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
 
             plots = write_plots(data, target, ", or --no-plots") + write_verdict_plot(data, target)
         target.mkdir(parents=True, exist_ok=True)
-        (target / "README.md").write_text(write_card(data, plots, hub), encoding="utf-8")
+        card.write_text(write_card(data, plots, hub), encoding="utf-8")
     except OSError as error:
         raise explain_write_error(error, target, is_of_run=False) from error
-    click.echo(f"Wrote {target / 'README.md'}" + (f" and {len(plots)} plots" if plots else ""))
+    click.echo(f"Wrote {card}" + (f" and {len(plots)} plots" if plots else ""))
     return 0

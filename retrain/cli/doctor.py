@@ -52,7 +52,7 @@ from retrain.runtime.child import python_command
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import list_some, plural
-from retrain.storage.publishing import other_run
+from retrain.storage.publishing import other_run, why_kept
 
 _LOW_DISK_SPACE = 5_000_000_000
 _PROBE_SECONDS = 120
@@ -235,6 +235,8 @@ def probe_torch() -> TorchState | str:
 
 def _check_keys(configs: Iterable[TrainConfig]) -> Iterator[Check]:
     missing = {name: issue for config in configs for name, issue in missing_keys(config)}
+    for name in missing.keys() - _KEYS.keys():
+        yield Check("keys", name, "missing", missing[name].text, missing[name].hint.removeprefix("Try: "))
     for name, why in _KEYS.items():
         if name in missing:
             state = "not valid" if os.environ.get(name) else "not set"
@@ -363,6 +365,7 @@ def _written_folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_disk(config: TrainConfig) -> Iterator[Check]:
+    log_dir = Path(config.logging.log_dir).expanduser()
     for where, path in _written_folders(config):
         folder = nearest_existing(Path(path))
         if not is_writable_folder(folder):
@@ -377,10 +380,12 @@ def _check_disk(config: TrainConfig) -> Iterator[Check]:
         status: Literal["ok", "warning"] = "ok" if free >= _LOW_DISK_SPACE else "warning"
         fix = "" if status == "ok" else f"free some space, or set {where} to another disk"
         found = f"{path}: {free / 1e9:.1f} GB free"
-        other = other_run(Path(path).expanduser(), Path(config.logging.log_dir).expanduser())
-        if where == "[backend] adapter_path" and other:
-            status, fix = "warning", f"set {where} to another folder, such as {config.logging.log_dir}/adapter"
-            found += f"; holds the adapter of {other}, which a run replaces"
+        if where == "[backend] adapter_path":
+            kept, other = why_kept(target := Path(path).expanduser()), other_run(target, log_dir)
+            if kept or other:
+                status, fix = "warning", f"set {where} to another folder, such as {config.logging.log_dir}/adapter"
+                found += f"; {kept}, so adapters stay in the checkpoints" if kept else ""
+                found += f"; holds the adapter of {other}, which a run replaces" if other else ""
         if where == "[logging] log_dir" and is_locked(Path(path).expanduser()):
             status, fix = "warning", f"wait for it to end, or set {where} to another folder"
             found += "; a run is using it, and until it ends another one is refused"

@@ -375,10 +375,10 @@ def _tables_to_measure(config: TrainConfig) -> Iterator[str]:
         return
     held_out = {"[eval]": config.held_out_source} if config.eval.every else {}
     for table, source in ({"[data]": config.data.source} | held_out).items():
-        # Generated questions are short: they count where little is left for them, or beside templates of teaching.
-        leaves_little = table == "[data]" and config.training.max_tokens > context // 2
-        counts = (config.teaching.enabled or leaves_little) and REGISTRIES["data"].facts(source).endless
-        if reads_file(source) or counts:
+        # Generated questions are short: they count where little is left for them, or beside other parts of a prompt.
+        leaves_little = config.training.max_tokens > context // 2
+        counts = config.teaching.enabled or bool(config.data.system_prompt) or leaves_little
+        if reads_file(source) or (counts and REGISTRIES["data"].facts(source).endless):
             yield table
 
 

@@ -43,8 +43,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         from retrain.report.page import as_json, build_page  # noqa: PLC0415  (slow to import)
 
-        url = urlsplit(self.path)
         try:
+            url = urlsplit(self.path)
             if url.path == "/":
                 self._send(build_page({"live": POLL_S, "runs": [], **self.report.head}), "text/html")
             else:

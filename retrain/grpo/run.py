@@ -48,8 +48,10 @@ class SharedCheckpoints(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Called after a checkpoint was written."""
-        if args.should_save:
-            share_weights(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", TRAINER_STATE_NAME)
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        # With save_total_limit, transformers may have deleted it in favor of an earlier run's, with a higher number.
+        if args.should_save and folder.is_dir():
+            share_weights(folder, TRAINER_STATE_NAME)
 
 
 def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any:

@@ -43,7 +43,7 @@ _IN_URL = re.compile(r"(?<=://)(?:[^\s/?#:'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})
 _IN_QUERY = re.compile(
     r"(?P<name>[?&](?:[\w.-]*(?:key|token|secret|password|signature|sig|auth))=)[^\s&#'\"<>]+", re.IGNORECASE
 )
-_IN_HEADER = re.compile(r"(?P<name>\bBearer\s+)[A-Za-z0-9._~+/=-]{8,}")
+_IN_HEADER = re.compile(r"(?P<name>\bBearer\s+|\bAuthorization\W{1,4}Basic\s+)[A-Za-z0-9._~+/=-]{8,}")
 _KEY_PREFIXES = (
     *("sk-", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "AKIA", "xox", "tml-"),
     "-----BEGIN",
@@ -123,7 +123,7 @@ def _hide(text: str, secrets: re.Pattern[str] | None) -> str:
         text = _IN_URL.sub(f"{HIDDEN}@", text)
     if "=" in text and ("?" in text or "&" in text):
         text = _IN_QUERY.sub(rf"\g<name>{HIDDEN}", text)
-    if "Bearer" in text:
+    if "Bearer" in text or "Basic" in text:
         text = _IN_HEADER.sub(rf"\g<name>{HIDDEN}", text)
     return _KEY_FORMATS.sub(HIDDEN, text) if any(prefix in text for prefix in _KEY_PREFIXES) else text
 

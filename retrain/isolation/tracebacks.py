@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -10,9 +11,9 @@ from types import TracebackType
 from retrain.errors import PluginError, RetrainError
 from retrain.isolation.redaction import redact
 
-_OWN_FOLDER = str(Path(__file__).parents[1])
 # Ours, and Python's while it imports a module.
-_NOT_OF_USER = (_OWN_FOLDER, "<frozen importlib", str(Path(importlib.__file__).parent))
+_FOLDERS = (Path(__file__).parents[1], Path(importlib.__file__).parent)
+_NOT_OF_USER = ("<frozen importlib", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 _LONGEST = 4000
 
 
@@ -27,8 +28,9 @@ def describe_error(error: BaseException) -> str:
 
 def summarize_error(error: BaseException) -> str:
     """The error in one line."""
-    text = str(error) if isinstance(error, RetrainError) else "".join(traceback.format_exception_only(error))
-    return redact(text).strip().partition("\n")[0]
+    # The first lines of a syntax error are the place.
+    lines = [str(error)] if isinstance(error, RetrainError) else traceback.format_exception_only(error)
+    return redact(lines[-1 if isinstance(error, SyntaxError) else 0]).strip().partition("\n")[0]
 
 
 def format_traceback(error: BaseException) -> str:

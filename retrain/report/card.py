@@ -16,6 +16,10 @@ SHOWN_PLOTS = ("verdict.png", "eval_pass_at_1.png", "correct_rate.png", "mean_re
 UNKNOWN = "Unknown (not measured, too few steps, or within noise)"
 
 
+CREATED = "Created by retrain on"
+"""What a card says of itself, and is recognized by."""
+
+
 def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) -> str:
     """The card in Markdown; `plots` are files beside it, and `hub` adds the metadata of a model card."""
     verdict = data["verdict"]
@@ -25,7 +29,7 @@ def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) 
         "",
         f"**{verdict['sentence']}**",
         "",
-        f"{data['subtitle']}; {', '.join(data['models'])}. Created by retrain on {data['created']}.",
+        f"{data['subtitle']}; {', '.join(data['models'])}. {CREATED} {data['created']}.",
         *_pictures(plots),
         *_runs(data),
         *_health(data),

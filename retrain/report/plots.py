@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retrain.errors import MissingExtraError
+from retrain.errors import ConfigError, MissingExtraError
 from retrain.runtime.packages import install_command
 from retrain.types import JsonObject
 
@@ -26,6 +26,10 @@ CURVES = {
     "tokens_per_s": "Sampled tokens per second",
 }
 
+EVALUATION, VERDICT = "eval_pass_at_1", "verdict"
+SOFTWARE = {"Software": "retrain"}
+"""Written into each file, by which it is recognized later."""
+
 HEIGHT = 3.6
 """Height of a plot without its legend, in inches."""
 LEGEND_ENTRIES = 8
@@ -39,11 +43,20 @@ def write_plots(data: JsonObject, folder: Path, otherwise: str = "") -> list[Pat
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"plots need matplotlib.  Try: {install_command('matplotlib')}{otherwise}") from error
     matplotlib.use("Agg")
+    check_drawn_here([folder / f"{name}.png" for name in (*CURVES, EVALUATION, VERDICT)])
     folder.mkdir(parents=True, exist_ok=True)
     kind = str(data["runs"][0]["uncertainty"]).replace("_", " ").capitalize()
     titles = {key: title.format(uncertainty=kind) for key, title in CURVES.items()}
     written = [path for key, title in titles.items() for path in _plot(data, key, title, folder)]
     return [*written, *_plot_evaluation(data, folder)]
+
+
+def check_drawn_here(paths: Sequence[Path]) -> None:
+    """Raise if there is a file that was not drawn here."""
+    mark = "\0".join(*SOFTWARE.items()).encode()
+    for path in paths:
+        if path.is_file() and mark not in path.read_bytes():
+            raise ConfigError(f"{path} was not drawn by retrain, and is not replaced.  Try: another folder")
 
 
 def write_verdict_plot(data: JsonObject, folder: Path) -> list[Path]:
@@ -69,9 +82,10 @@ def write_verdict_plot(data: JsonObject, folder: Path) -> list[Path]:
     axes.set(title=f"Difference from {verdict['baseline']}", xlabel=f"{verdict['name']}, step {verdict['step']}")
     if verdict["noise"]:
         figure.legend(loc="outside lower left", fontsize="small", frameon=False)
-    figure.savefig(folder / "verdict.png", dpi=150)
+    path = folder / f"{VERDICT}.png"
+    figure.savefig(path, dpi=150, metadata=SOFTWARE)
     pyplot.close(figure)
-    return [folder / "verdict.png"]
+    return [path]
 
 
 def _plot(data: JsonObject, key: str, title: str, folder: Path) -> Iterator[Path]:
@@ -106,7 +120,7 @@ def _plot_evaluation(data: JsonObject, folder: Path) -> Iterator[Path]:
         label = None if run["condition"] in named else run["condition"]
         named.add(run["condition"])
         axes.errorbar(steps, means, yerr=reach, capsize=2, color=color, alpha=0.8, label=label)
-    yield _save(figure, axes, "Held-out pass@1, 95% intervals", folder / "eval_pass_at_1.png")
+    yield _save(figure, axes, "Held-out pass@1, 95% intervals", folder / f"{EVALUATION}.png")
     pyplot.close(figure)
 
 
@@ -121,7 +135,7 @@ def _save(figure: Figure, axes: Axes, title: str, path: Path) -> Path:
     handles = [*handles[:LEGEND_ENTRIES], Line2D([], [], linestyle="none")][: len(shown)]
     figure.legend(handles, shown, loc="outside lower left", fontsize="small", frameon=False)
     figure.set_figheight(HEIGHT + 0.2 * len(shown))
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata=SOFTWARE)
     return path
 
 

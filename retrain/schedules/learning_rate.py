@@ -81,10 +81,12 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def find_long_warmup(config: TrainConfig) -> str:
     """A sentence if a run ends within its warm-up, or ""; with epochs, the number of steps is not known here."""
     warmup, steps = config.optimizer.warmup_steps, config.training.max_steps
-    if not 0 < steps <= warmup:
+    if not 0 < steps <= warmup_steps(warmup, steps):
         return ""
-    most = plural(steps, "step")
-    return f"[optimizer] warmup_steps = {warmup:g} is not below {most}: the learning rate never reaches lr."
+    extent = "is all of" if warmup < 1 else "is not below"
+    return (
+        f"[optimizer] warmup_steps = {warmup:g} {extent} {plural(steps, 'step')}: the learning rate never reaches lr."
+    )
 
 
 def warmup_steps(warmup: float, max_steps: int) -> int:

@@ -14,12 +14,12 @@ from retrain.errors import ConfigError
 from retrain.runtime.permissions import share_weights
 from retrain.squeeze.adapter import CONFIG, WEIGHTS, Adapter
 from retrain.squeeze.analyze import torch_device
-from retrain.storage.publishing import publish_folder
+from retrain.storage.publishing import RECORD, publish_folder, publisher
 from retrain.types import JsonObject
 
 
 def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: int, device: str = "cpu") -> Path:
-    """Write the adapter at `rank` into `output_path`, in PEFT layout; an existing adapter is replaced."""
+    """Write the adapter at `rank` into `output_path`, in PEFT layout; an earlier compressed one is replaced."""
     source, target = Path(adapter_path).expanduser(), Path(output_path).expanduser()
     place = torch_device(device)
     check_target(source, target)
@@ -80,6 +80,11 @@ def check_target(source: Path, target: Path) -> None:
     held = list(target.iterdir()) if target.is_dir() else []
     if (target.exists() and not target.is_dir()) or (held and not (target / CONFIG).is_file()):
         raise ConfigError(f"[squeeze] output_path = {str(target)!r} is not an adapter and is not overwritten.")
+    if held and (publisher(target) or not (target / RECORD).is_file()):
+        raise ConfigError(
+            f"[squeeze] output_path = {str(target)!r} is an adapter that was not compressed by retrain, and is not "
+            "overwritten.  Try: another folder"
+        )
 
 
 def _write(target: Path, config: JsonObject, tensors: dict[str, Tensor]) -> None:

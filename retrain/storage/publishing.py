@@ -20,10 +20,14 @@ which run they are of."""
 
 
 def why_kept(target: Path) -> str:
-    """What was named by mistake and is not replaced; "" for a free path, an empty folder and an earlier publish."""
+    """What was named by mistake and is not replaced; "" for a free path, an empty folder and a run's adapter."""
     if target.is_dir():
-        is_ours = (target / RECORD).is_file() or not any(target.iterdir())
-        return "" if is_ours else "holds files that retrain did not write"
+        if not any(target.iterdir()):
+            return ""
+        if not (target / RECORD).is_file():
+            return "holds files that retrain did not write"
+        # Older records do not tell.
+        return "holds an adapter that no run wrote" if _read_record(target).get("run") == "" else ""
     return "is a file, not a folder" if target.exists() else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ class WandbTracker(DashboardTracker):
         try:
             self.run = self._open(config, id_file.read_text().strip() if id_file.exists() else None)
         except wandb.errors.Error as error:
-            raise ConfigError(
-                f"[logging] wandb_project = {logging.wandb_project!r}: {error}  "
-                "Try: wandb login, or export WANDB_MODE=offline"
-            ) from error
+            hint = (
+                "" if os.environ.get("WANDB_MODE") == "offline" else "  Try: wandb login, or export WANDB_MODE=offline"
+            )
+            raise ConfigError(f"[logging] wandb_project = {logging.wandb_project!r}: {error}{hint}") from error
         id_file.write_text(self.run.id)
 
     def _open(self, config: TrainConfig, run_id: str | None) -> Any:

@@ -126,6 +126,11 @@ def test_keys_count_wherever_they_are(folder: Path, monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as only:
             only.setenv(name, value)
             assert check(logging__wandb_project="p") == ""
+    with monkeypatch.context() as only:
+        only.setenv("WANDB_MODE", "ofline")
+        assert 'WANDB_MODE = "ofline" is not a mode of wandb.  Try: one of online, offline' in check(
+            logging__wandb_project="p"
+        )
     (folder / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
     assert check(logging__wandb_project="p") == ""
     with monkeypatch.context() as only:

@@ -364,6 +364,10 @@ def test_an_adapter_path_that_another_run_uses_is_a_warning(capsys: pytest.Captu
     assert checks["[backend] adapter_path"]["status"] == "warning"
     assert f"holds the adapter of {tmp_path}/logs/other" in checks["[backend] adapter_path"]["detail"]
     assert _examine(capsys, "--log-dir", "logs/other")[1]["[backend] adapter_path"]["status"] == "ok"
+    publish_folder(tmp_path / "small", lambda draft: None)
+    found = _examine(capsys, "--adapter-path", str(tmp_path / "small"))[1]["[backend] adapter_path"]
+    assert found["status"] == "warning"
+    assert "holds an adapter that no run wrote, so adapters stay in the checkpoints" in found["detail"]
 
 
 def test_an_adapter_path_that_a_service_does_not_write_is_not_checked(

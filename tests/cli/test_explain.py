@@ -225,6 +225,8 @@ def test_what_stays_off_is_noted_for_each_condition(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     warmup = "[optimizer] warmup_steps = 20 is not below 20 steps: the learning rate never reaches lr."
     assert f"note: {note}" in printed and f"note: {warmup}" in printed
+    assert run(["explain", "--max-steps", "20", "--optimizer-warmup-steps", "0.99"]) == 0
+    assert "note: [optimizer] warmup_steps = 0.99 is all of 20 steps: the learning rate" in capsys.readouterr().out
 
 
 def test_conditions_with_one_label_are_distinguished_by_what_they_override(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,8 @@ def test_generated_prompts_are_measured_where_little_room_is_left() -> None:
     assert "[data], prompts" not in outcomes(data__source="arithmetic", training__max_tokens=128)
     detail, problem = outcomes(data__source="arithmetic", training__max_tokens=250)["[data], prompts"]
     assert not detail and problem.endswith("do not fit the model's context of 256.  Try: max_tokens = 243")
+    prompt = {"data__system_prompt": "1+2-3 " * 60}
+    assert "tokens in [data] do not fit" in outcomes(data__source="arithmetic", **prompt)["[data], prompts"][1]
 
 
 def test_the_templates_of_teaching_count_in_the_context() -> None:

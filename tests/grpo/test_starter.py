@@ -18,7 +18,7 @@ import datasets
 import psutil
 import pytest
 import yaml
-from transformers import TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from retrain.cli import run
 from retrain.errors import ConfigError
@@ -27,7 +27,7 @@ from retrain.grpo.checks import choose_checkpoint, steps_if_finished
 from retrain.grpo.compose import compose_settings
 from retrain.grpo.rewards import NamedReward
 from retrain.grpo.rows import load_rows
-from retrain.grpo.run import build_trainer, describe_interrupt, describe_resume
+from retrain.grpo.run import SharedCheckpoints, build_trainer, describe_interrupt, describe_resume
 from retrain.grpo.settings import RunSettings
 from tests.cases import slow
 
@@ -215,6 +215,8 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     Path("logs/tiny/checkpoint-9").mkdir()
     Path("logs/tiny/checkpoint-9/trainer_state.json").write_text("{}")
     os.utime("logs/tiny/checkpoint-9/trainer_state.json", (1e9, 1e9))
+    # If all were written within a second, transformers would delete those with the lowest numbers.
+    os.utime("logs/tiny/checkpoint-9", (1e9, 1e9))
     words = [*words, "max_steps=4", "max_train_examples=16", "val_split=null"]
     assert run(["grpo", "configs/run/tiny.yaml", *words, "resume_from_checkpoint=true", "learning_rate=1e-5"]) == 0
     shown = capsys.readouterr().out
@@ -231,6 +233,11 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     assert Path("logs/tiny/adapter_model.safetensors").read_bytes() == before
     logged = json.loads(Path("logs/tiny/trainer_state.json").read_text())["log_history"]
     assert next(row["learning_rate"] for row in logged if row["step"] == 4) > 1e-4
+
+
+def test_a_checkpoint_that_transformers_has_deleted_is_not_looked_for(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    SharedCheckpoints().on_save(args, TrainerState(global_step=4), TrainerControl())
 
 
 def test_the_checkpoint_written_last_is_resumed(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ from retrain.types import Completion, Example, Group, Score
         ("postgres://u:p@ss@db/x", "postgres://***@db/x"),
         ("http://me@corp.example:hunter2@proxy:8080/", "http://***@proxy:8080/"),
         ("https://0123456789abcdef@host/x ssh://git@host", "https://***@host/x ssh://git@host"),
+        ("Authorization: Basic bWVAY29ycDpodW50ZXIy", "Authorization: Basic ***"),
+        ('{"Authorization": "Basic bWVAY29ycDpodW50ZXIy"}', '{"Authorization": "Basic ***"}'),
         ("https://h/v1?api_key=abc123&x=1", "https://h/v1?api_key=***&x=1"),
         ("https://h/v1?x=1&access_token=abc", "https://h/v1?x=1&access_token=***"),
         ("Authorization: Bearer abcdefghijkl", "Authorization: Bearer ***"),
@@ -49,6 +51,7 @@ def test_a_password_or_key_in_a_text_is_hidden(text: str, shown: str) -> None:
     [
         "see http://localhost:8000/v1 and a@b.example",
         "http://h:80/path@2",
+        "Basic arithmetic, Authorization Basics",
         "ssh://git@host:22/x and http://me@h:80 a@b",
         "x = 3? y=4 & z=5",
         "Basic arithmetic, bearer of news",

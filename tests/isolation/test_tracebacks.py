@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import PluginError
-from retrain.isolation.tracebacks import describe_error
+from retrain.isolation.tracebacks import describe_error, summarize_error
 from retrain.plugins import import_path
 
 
@@ -29,3 +29,9 @@ def test_an_error_while_a_module_is_imported_is_shown_where_it_is(
         import_path(f"{name}.score", "reward")
     text = describe_error(raised.value)
     assert str(file) in text and text.endswith(shown) and "importlib" not in text
+
+
+def test_a_syntax_error_is_summarized_by_what_it_is() -> None:
+    with pytest.raises(SyntaxError) as raised:
+        compile("x = = 1", "<string>", "exec")
+    assert summarize_error(raised.value) == "SyntaxError: invalid syntax"

@@ -37,6 +37,11 @@ def test_every_curve_that_has_values_becomes_a_picture(tmp_path: Path, side_venv
     drawn = {path.stem: path.read_bytes() for path in (tmp_path / "figures").iterdir()}
     assert drawn.keys() == {"correct_rate", "mean_reward", "eval_pass_at_1"}
     assert all(data.startswith(b"\x89PNG") and len(data) > 5000 for data in drawn.values())
+    assert draw(tmp_path, side_venv).returncode == 0, "its own are replaced"
+    (tmp_path / "figures" / "loss.png").write_bytes(b"mine")
+    refused = draw(tmp_path, side_venv)
+    assert refused.returncode == 2 and "loss.png was not drawn by retrain, and is not replaced" in refused.stderr
+    assert (tmp_path / "figures" / "loss.png").read_bytes() == b"mine"
 
 
 @pytest.mark.timeout(600)

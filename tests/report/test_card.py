@@ -112,6 +112,16 @@ def test_a_single_evaluation_is_before_or_after_training(tmp_path: Path, step: i
     assert f"| 6/6 | {cells} |" in card_of(str(folder))
 
 
+def test_a_readme_that_is_no_card_is_not_replaced(campaign: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("# My own notes\n")
+    arguments = ["card", str(campaign), "--no-plots", "--output", str(tmp_path / "mine")]
+    assert run(arguments) == 2
+    assert (tmp_path / "mine" / "README.md").read_text() == "# My own notes\n"
+    (tmp_path / "mine" / "README.md").unlink()
+    assert run(arguments) == 0 and run(arguments) == 0
+
+
 def test_a_model_card_begins_with_its_metadata(tmp_path: Path) -> None:
     card = card_of(str(write_run(tmp_path / "one", 1)), "--hub")
     assert card.startswith("---\nbase_model: builtin:tiny\nlibrary_name: peft\n")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import threading
 import urllib.request
 from functools import partial
@@ -214,4 +215,7 @@ def test_the_server_answers_requests_for_data(tmp_path: Path) -> None:
         ):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(address + path, timeout=30)
+        with socket.create_connection(server.server_address) as odd:
+            odd.sendall(b"GET http://[bad HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            assert b" 404 " in odd.makefile("rb").readline()
         server.shutdown()

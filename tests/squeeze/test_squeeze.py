@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from retrain.errors import ConfigError, MissingExtraError
 from retrain.squeeze import analyze_adapter, compress_adapter, squeeze
 from retrain.squeeze.analyze import Analysis, RankVariance, choose_ranks, singular_values
 from retrain.squeeze.compress import truncate
+from retrain.storage.publishing import publish_folder, why_kept
 
 from .adapters import products, random_factors, write_adapter
 
@@ -312,6 +315,24 @@ def test_places_that_hold_something_else_are_not_overwritten(adapter: Path, tmp_
         compress_adapter(adapter, tmp_path / "mine", 2)
     with pytest.raises(ConfigError, match="is outside the adapter's rank, 1 to 8"):
         compress_adapter(adapter, tmp_path / "out", 9)
+    shutil.copytree(adapter, tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="is an adapter that was not compressed by retrain"):
+        compress_adapter(adapter, tmp_path / "theirs", 2)
+    (tmp_path / "run").mkdir()
+    publish_folder(
+        tmp_path / "of_run", partial(shutil.copytree, adapter, dirs_exist_ok=True), run=str(tmp_path / "run")
+    )
+    with pytest.raises(ConfigError, match="is an adapter that was not compressed by retrain"):
+        compress_adapter(adapter, tmp_path / "of_run", 2)
+
+
+def test_a_compressed_adapter_is_replaced_by_another_but_not_by_a_run(adapter: Path, tmp_path: Path) -> None:
+    for rank in (4, 2):
+        small = compress_adapter(adapter, tmp_path / "small", rank)
+    assert why_kept(small) == "holds an adapter that no run wrote"
+    assert why_kept(tmp_path / "nothing") == ""
+    publish_folder(tmp_path / "of_run", partial(shutil.copytree, adapter, dirs_exist_ok=True), run=str(tmp_path))
+    assert why_kept(tmp_path / "of_run") == ""
 
 
 def write_table(folder: Path, **options: Any) -> str:

@@ -338,7 +338,7 @@ def test_a_record_with_odd_names_publishes_and_deletes_nothing_else(
     (target / "notes").mkdir()
     (target / "notes" / "a.txt").write_text("mine")
     names = [str(outside)] if listed == ["{outside}"] else listed
-    record = {"run": "", "files": names} if has_run else names
+    record = {"run": "elsewhere", "files": names} if has_run else names
     (target / ".retrain_published.json").write_text(json.dumps(record))
     assert publish_adapter(checkpoints.save(2, {}, write), target, logged.append) == target
     assert logged == []

@@ -26,7 +26,8 @@ elif ((processes > gpus)); then
   exit 2
 fi
 if [[ $config != none ]] && grep -q DEEPSPEED "$config" && ! python -c 'import deepspeed' 2>/dev/null; then
-  echo "$config needs DeepSpeed.  Try: pip install -c constraints.txt -e \".[deepspeed]\", or ACCELERATE_CONFIG=none for plain data parallelism" >&2
+  install=$(python -c 'from retrain.runtime.packages import install_command; print(install_command("deepspeed"))')
+  echo "$config needs DeepSpeed.  Try: $install, or ACCELERATE_CONFIG=none for plain data parallelism" >&2
   exit 2
 fi
 if [[ -n ${CHECK_ONLY:-} ]]; then exit 0; fi

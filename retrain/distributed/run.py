@@ -49,6 +49,8 @@ def train_on_ranks(
     if dist.is_initialized():
         # transformers initializes it with TrainingArguments, with another backend and a short timeout.
         dist.destroy_process_group()
+    # Where accelerate asks for FSDP, transformers would load zeros on all ranks but one, for accelerate to fill in.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpus else "gloo", timeout=COLLECTIVE_TIMEOUT)
     if not rank_info.is_main:
         code = serve(rank_info)

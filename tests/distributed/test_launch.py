@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +154,24 @@ def test_other_launchers_train_too(tmp_path: Path, launcher: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(metrics_in(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_fsdp_under_accelerate_trains_the_weights_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers leaves zeros in the other ranks' weights if accelerate's configuration asks for FSDP."""
+    from tests.distributed.programs import metrics_in, write_config
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["distributed", "init"]) == 0
+    settings = Path("distributed/fsdp2.yaml")
+    text = re.sub(r"(num_processes:) \d+", r"\1 2", settings.read_text()).replace("use_cpu: false", "use_cpu: true")
+    settings.write_text(text)
+    config = write_config(tmp_path, {"training.max_steps": 1, "distributed.fsdp": True})
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings)]
+    done = subprocess.run([*launcher, "-m", "retrain", str(config)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = metrics_in(tmp_path)
+    assert abs(row["ratio_mean"] - 1) < 0.01, "sampler and trainer have the same weights"
 
 
 def test_the_folder_of_a_killed_launcher_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,8 @@ def find_assumptions(config: TrainConfig) -> list[str]:
                 f"{campaign.max_workers} runs at a time use {config.backend.devices}, and each needs this memory.  "
                 "For fewer: [campaign] max_workers"
             )
+    if config.teaching.enabled:
+        notes.append("[teaching] adds a student, whose memory and tokens are not included")
     if max_turns(config) != 1:
         notes.append("the environment may take several turns; memory and prompt tokens are those of the first turn")
     return notes

@@ -509,6 +509,13 @@ def test_sepa_that_stays_off_is_noted_for_epochs_of_a_known_number_of_steps(
     )
 
 
+def test_the_student_of_teaching_is_not_in_the_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[model]\nmodel = "builtin:tiny"\n[data]\nsource = "arithmetic"\n[teaching]\nenabled = true\n')
+    note = "[teaching] adds a student, whose memory and tokens are not included"
+    assert note in _explain(capsys)["notes"]
+    assert run(["plan"]) == 0 and note in capsys.readouterr().out
+
+
 def test_dates_in_a_table_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     _write('[environment]\nprovider = "builtin"\nid = "calculator"\n[environment.args]\nsince = 2026-01-01\n')
     assert "2026-01-01" in json.dumps(_explain(capsys))

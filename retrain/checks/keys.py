@@ -16,12 +16,16 @@ from retrain.plugins import SERVER_ENGINES
 
 WANDB_HINT = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
 
+_NOT_IN_PROJECTS = "/\\#?%:"
+_LONGEST_PROJECT = 128
 _WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")
 
 
 def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
     """Keys that the configuration needs and that are missing or invalid, by environment variable."""
-    project, mode = config.logging.wandb_project, os.environ.get("WANDB_MODE") or "online"
+    project, mode = config.logging.wandb_project, os.environ.get("WANDB_MODE", "online")
+    if why := _explain_invalid_project(config):
+        yield "[logging] wandb_project", why
     if project and mode not in _WANDB_MODES:
         text = f"= {json.dumps(mode)} is not a mode of wandb."
         yield "WANDB_MODE", ConfigIssue("WANDB_MODE", text, f"Try: one of {', '.join(_WANDB_MODES)}")
@@ -45,6 +49,20 @@ def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
             yield KEY_VARIABLE, ConfigIssue(KEY_VARIABLE, text.strip(), hint)
 
 
+def _explain_invalid_project(config: TrainConfig) -> ConfigIssue | None:
+    """wandb's rules for names. Not a rule of the file: a finished run may have any."""
+    project, entity = config.logging.wandb_project, config.logging.wandb_entity
+    found = sorted(set(project) & set(_NOT_IN_PROJECTS))
+    if not found and len(project) <= _LONGEST_PROJECT:
+        return None
+    team, _, name = project.partition("/")
+    is_path = team and name and not set(team + name) & set(_NOT_IN_PROJECTS) and not entity
+    hint = f'wandb_entity = "{team}" and wandb_project = "{name}"' if is_path else "another name"
+    what = f"contain {' '.join(found)}" if found else f"have more than {_LONGEST_PROJECT} characters"
+    text = f"must not {what}, got {json.dumps(project)[:_LONGEST_PROJECT]}."
+    return ConfigIssue("[logging] wandb_project", text, f"Try: {hint}")
+
+
 def explain_invalid_tinker_key() -> str:
     """Why the Tinker key is invalid, or "". Does not import the SDK, which takes seconds."""
     key = os.environ.get("TINKER_API_KEY", "")
@@ -62,7 +80,7 @@ def has_wandb_key() -> bool:
     """Whether wandb has a key, or needs none. The key itself is not read."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    if (os.environ.get("WANDB_MODE") or "online") not in ("online", "run"):
+    if os.environ.get("WANDB_MODE", "online") not in ("online", "shared", "run"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")) / "settings"

@@ -28,7 +28,9 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
 
     target = output or folders[0] / CARD
     card = target / "README.md"
-    if card.is_file() and CREATED not in card.read_text(encoding="utf-8", errors="replace"):
+    earlier = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    # PEFT leaves an empty card beside an adapter.
+    if earlier and CREATED not in earlier and "[More Information Needed]" not in earlier:
         raise ConfigError(f"{card} is not a card, and is not replaced.  Try: --output {target / CARD}")
     data = collect(folders)
     if not data["runs"]:
@@ -38,7 +40,9 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
         if not no_plots:
             from retrain.report.plots import write_plots, write_verdict_plot  # noqa: PLC0415  (matplotlib is an extra)
 
-            plots = write_plots(data, target, ", or --no-plots") + write_verdict_plot(data, target)
+            plots = write_plots(data, target, ", or --no-plots", replace=CREATED in earlier) + write_verdict_plot(
+                data, target
+            )
         target.mkdir(parents=True, exist_ok=True)
         card.write_text(write_card(data, plots, hub), encoding="utf-8")
     except OSError as error:

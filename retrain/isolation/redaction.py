@@ -43,7 +43,7 @@ _IN_URL = re.compile(r"(?<=://)(?:[^\s/?#:'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})
 _IN_QUERY = re.compile(
     r"(?P<name>[?&](?:[\w.-]*(?:key|token|secret|password|signature|sig|auth))=)[^\s&#'\"<>]+", re.IGNORECASE
 )
-_IN_HEADER = re.compile(r"(?P<name>\bBearer\s+|\bAuthorization\W{1,4}Basic\s+)[A-Za-z0-9._~+/=-]{8,}")
+_IN_HEADER = re.compile(r"(?P<name>\bBearer\s+|\bAuthorization\W{1,8}Basic\s+(?=\S*[A-Z0-9=]))[A-Za-z0-9._~+/=-]{8,}")
 _KEY_PREFIXES = (
     *("sk-", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "AKIA", "xox", "tml-"),
     "-----BEGIN",

@@ -28,9 +28,10 @@ def describe_error(error: BaseException) -> str:
 
 def summarize_error(error: BaseException) -> str:
     """The error in one line."""
-    # The first lines of a syntax error are the place.
     lines = [str(error)] if isinstance(error, RetrainError) else traceback.format_exception_only(error)
-    return redact(lines[-1 if isinstance(error, SyntaxError) else 0]).strip().partition("\n")[0]
+    # The first lines of a syntax error are the place, and the last ones its notes.
+    named = [line for line in lines if isinstance(error, SyntaxError) and line.startswith(type(error).__name__)]
+    return redact((named or lines)[0]).strip().partition("\n")[0]
 
 
 def format_traceback(error: BaseException) -> str:

@@ -36,14 +36,18 @@ LEGEND_ENTRIES = 8
 LABEL_CHARACTERS = 76
 
 
-def write_plots(data: JsonObject, folder: Path, otherwise: str = "") -> list[Path]:
-    """Write one file per curve with values; returns the files. `otherwise` says what to do without matplotlib."""
+def write_plots(data: JsonObject, folder: Path, otherwise: str = "", replace: bool = False) -> list[Path]:
+    """Write one file per curve with values; returns the files. `otherwise` says what to do without matplotlib.
+
+    Files that were not drawn here are kept, and an error, unless `replace` says that the folder is known.
+    """
     try:
         import matplotlib  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"plots need matplotlib.  Try: {install_command('matplotlib')}{otherwise}") from error
     matplotlib.use("Agg")
-    check_drawn_here([folder / f"{name}.png" for name in (*CURVES, EVALUATION, VERDICT)])
+    if not replace:
+        check_drawn_here([folder / f"{name}.png" for name in (*CURVES, EVALUATION, VERDICT)])
     folder.mkdir(parents=True, exist_ok=True)
     kind = str(data["runs"][0]["uncertainty"]).replace("_", " ").capitalize()
     titles = {key: title.format(uncertainty=kind) for key, title in CURVES.items()}
@@ -56,7 +60,9 @@ def check_drawn_here(paths: Sequence[Path]) -> None:
     mark = "\0".join(*SOFTWARE.items()).encode()
     for path in paths:
         if path.is_file() and mark not in path.read_bytes():
-            raise ConfigError(f"{path} was not drawn by retrain, and is not replaced.  Try: another folder")
+            raise ConfigError(
+                f"{path} does not say that retrain drew it, and stays.  Try: another folder, or delete it"
+            )
 
 
 def write_verdict_plot(data: JsonObject, folder: Path) -> list[Path]:

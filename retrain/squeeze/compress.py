@@ -82,8 +82,8 @@ def check_target(source: Path, target: Path) -> None:
         raise ConfigError(f"[squeeze] output_path = {str(target)!r} is not an adapter and is not overwritten.")
     if held and (publisher(target) or not (target / RECORD).is_file()):
         raise ConfigError(
-            f"[squeeze] output_path = {str(target)!r} is an adapter that was not compressed by retrain, and is not "
-            "overwritten.  Try: another folder"
+            f"[squeeze] output_path = {str(target)!r} is an adapter without retrain's record of a compression, and is "
+            "not overwritten.  Try: another folder"
         )
 
 

@@ -131,6 +131,19 @@ def test_keys_count_wherever_they_are(folder: Path, monkeypatch: pytest.MonkeyPa
         assert 'WANDB_MODE = "ofline" is not a mode of wandb.  Try: one of online, offline' in check(
             logging__wandb_project="p"
         )
+        only.setenv("WANDB_MODE", "offline")
+        for project, problem in (
+            (
+                "team/name",
+                'must not contain /, got "team/name".  Try: wandb_entity = "team" and wandb_project = "name"',
+            ),
+            ("a/b#", 'must not contain # /, got "a/b#".  Try: another name'),
+            ("n" * 129, "must not have more than 128 characters"),
+        ):
+            assert problem in check(logging__wandb_project=project)
+        assert check(logging__wandb_project="my project_1.2-3") == ""
+        only.setenv("WANDB_MODE", "")
+        assert 'WANDB_MODE = "" is not a mode of wandb' in check(logging__wandb_project="p")
     (folder / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
     assert check(logging__wandb_project="p") == ""
     with monkeypatch.context() as only:

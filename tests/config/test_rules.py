@@ -74,7 +74,6 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("check_sampling_device", {"inference": {"engine": "vllm"}, "training": {"async_steps": 1}}),
     ("check_sampling_device", {"backend": {"devices": "gpu:0,gpu:1"}, "training": {"async_steps": 1}}),
     ("check_sampling_device", {"backend": {"backend": "tinker"}, "training": {"async_steps": 1}}),
-    ("check_wandb_project", {"logging": {"wandb_project": "my project_1.2-3"}}),
     ("check_pass_at_k", {"eval": {"every": 1, "k": 4, "samples": 4}}),
     ("check_pass_at_k", {"eval": {"k": 5, "samples": 4}}),
     (
@@ -296,17 +295,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "check_sampling_device",
         {"inference": {"engine": "mlx"}, "backend": {"devices": "cpu, gpu:1"}},
         '[backend] devices names several, but [inference] engine "mlx" samples on a server',
-    ),
-    (
-        "check_wandb_project",
-        {"logging": {"wandb_project": "team/name"}},
-        '[logging] wandb_project must not contain /, got "team/name".  '
-        'Try: wandb_entity = "team" and wandb_project = "name"',
-    ),
-    (
-        "check_wandb_project",
-        {"logging": {"wandb_project": "a/b#"}},
-        '[logging] wandb_project must not contain # /, got "a/b#".  Try: another name',
     ),
     ("check_pass_at_k", {"eval": {"every": 1, "k": 5, "samples": 4}}, "[eval] k is 5, more than the 4 samples"),
     (

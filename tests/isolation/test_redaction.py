@@ -51,7 +51,7 @@ def test_a_password_or_key_in_a_text_is_hidden(text: str, shown: str) -> None:
     [
         "see http://localhost:8000/v1 and a@b.example",
         "http://h:80/path@2",
-        "Basic arithmetic, Authorization Basics",
+        "Basic arithmetic, Authorization: Basic authentication is required",
         "ssh://git@host:22/x and http://me@h:80 a@b",
         "x = 3? y=4 & z=5",
         "Basic arithmetic, bearer of news",

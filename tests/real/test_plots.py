@@ -40,7 +40,7 @@ def test_every_curve_that_has_values_becomes_a_picture(tmp_path: Path, side_venv
     assert draw(tmp_path, side_venv).returncode == 0, "its own are replaced"
     (tmp_path / "figures" / "loss.png").write_bytes(b"mine")
     refused = draw(tmp_path, side_venv)
-    assert refused.returncode == 2 and "loss.png was not drawn by retrain, and is not replaced" in refused.stderr
+    assert refused.returncode == 2 and "loss.png does not say that retrain drew it, and stays" in refused.stderr
     assert (tmp_path / "figures" / "loss.png").read_bytes() == b"mine"
 
 

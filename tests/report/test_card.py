@@ -118,7 +118,7 @@ def test_a_readme_that_is_no_card_is_not_replaced(campaign: Path, tmp_path: Path
     arguments = ["card", str(campaign), "--no-plots", "--output", str(tmp_path / "mine")]
     assert run(arguments) == 2
     assert (tmp_path / "mine" / "README.md").read_text() == "# My own notes\n"
-    (tmp_path / "mine" / "README.md").unlink()
+    (tmp_path / "mine" / "README.md").write_text("# Model Card for Model ID\n\n[More Information Needed]\n")
     assert run(arguments) == 0 and run(arguments) == 0
 
 

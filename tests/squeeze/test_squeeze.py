@@ -316,13 +316,13 @@ def test_places_that_hold_something_else_are_not_overwritten(adapter: Path, tmp_
     with pytest.raises(ConfigError, match="is outside the adapter's rank, 1 to 8"):
         compress_adapter(adapter, tmp_path / "out", 9)
     shutil.copytree(adapter, tmp_path / "theirs")
-    with pytest.raises(ConfigError, match="is an adapter that was not compressed by retrain"):
+    with pytest.raises(ConfigError, match="is an adapter without retrain's record"):
         compress_adapter(adapter, tmp_path / "theirs", 2)
     (tmp_path / "run").mkdir()
     publish_folder(
         tmp_path / "of_run", partial(shutil.copytree, adapter, dirs_exist_ok=True), run=str(tmp_path / "run")
     )
-    with pytest.raises(ConfigError, match="is an adapter that was not compressed by retrain"):
+    with pytest.raises(ConfigError, match="is an adapter without retrain's record"):
         compress_adapter(adapter, tmp_path / "of_run", 2)
 
 

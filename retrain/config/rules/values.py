@@ -8,13 +8,11 @@ from collections.abc import Iterator, Mapping
 
 from retrain.config.options import Option, all_options, option_issue, options_by_path, values_of
 from retrain.config.schema import TrainConfig
-from retrain.config.toml import show_value
 from retrain.errors import ConfigIssue
 from retrain.plugins import REGISTRIES
 
 _DEVICE = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,2})")
 _LAUNCH_DEVICE = re.compile(r"auto|cpu|cuda:(0|[1-9][0-9]{0,2})")
-_NOT_IN_WANDB = "/\\#?%:"
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 # Names in braces. After a letter or a backslash they are LaTeX: \frac{a}{b}.
 _PLACEHOLDER = re.compile(r"(?<![\w\\}])\{([a-z_]+)\}")
@@ -89,19 +87,6 @@ def check_ratio_cap(config: TrainConfig) -> Iterator[ConfigIssue]:
     cap = config.loss.ratio_cap
     if 0 < cap < 1:
         yield option_issue("loss.ratio_cap", f"must be 0 or at least 1, got {cap}.", "Try: ratio_cap = 2.0")
-
-
-def check_wandb_project(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """wandb's rules for names."""
-    project, entity = config.logging.wandb_project, config.logging.wandb_entity
-    found = sorted(set(project) & set(_NOT_IN_WANDB))
-    if not found:
-        return
-    team, _, name = project.partition("/")
-    is_path = team and name and not set(team + name) & set(_NOT_IN_WANDB) and not entity
-    hint = f'wandb_entity = "{team}" and wandb_project = "{name}"' if is_path else "another name"
-    text = f"must not contain {' '.join(found)}, got {show_value(project)}."
-    yield option_issue("logging.wandb_project", text, f"Try: {hint}")
 
 
 def check_strategic_grams(config: TrainConfig) -> Iterator[ConfigIssue]:

@@ -23,13 +23,8 @@ _WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")
 
 def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
     """Keys that the configuration needs and that are missing or invalid, by environment variable."""
-    project, mode = config.logging.wandb_project, os.environ.get("WANDB_MODE", "online")
-    if why := _explain_invalid_project(config):
-        yield "[logging] wandb_project", why
-    if project and mode not in _WANDB_MODES:
-        text = f"= {json.dumps(mode)} is not a mode of wandb."
-        yield "WANDB_MODE", ConfigIssue("WANDB_MODE", text, f"Try: one of {', '.join(_WANDB_MODES)}")
-    elif project and not has_wandb_key():
+    project = config.logging.wandb_project
+    if project and not has_wandb_key():
         text = f"= {json.dumps(project)} needs a key, and there is none."
         yield "WANDB_API_KEY", ConfigIssue("[logging] wandb_project", text, WANDB_HINT)
     problem = explain_invalid_tinker_key() if config.backend.backend == "tinker" else ""
@@ -49,18 +44,20 @@ def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
             yield KEY_VARIABLE, ConfigIssue(KEY_VARIABLE, text.strip(), hint)
 
 
-def _explain_invalid_project(config: TrainConfig) -> ConfigIssue | None:
-    """wandb's rules for names. Not a rule of the file: a finished run may have any."""
-    project, entity = config.logging.wandb_project, config.logging.wandb_entity
+def find_wandb_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """What wandb would refuse. Not a rule of the file: a finished run may have any name."""
+    project, mode = config.logging.wandb_project, os.environ.get("WANDB_MODE", "online")
+    if project and mode not in _WANDB_MODES:
+        hint = f"Try: one of {', '.join(_WANDB_MODES)}"
+        yield ConfigIssue("WANDB_MODE", f"= {json.dumps(mode)} is not a mode of wandb.", hint)
     found = sorted(set(project) & set(_NOT_IN_PROJECTS))
-    if not found and len(project) <= _LONGEST_PROJECT:
-        return None
-    team, _, name = project.partition("/")
-    is_path = team and name and not set(team + name) & set(_NOT_IN_PROJECTS) and not entity
-    hint = f'wandb_entity = "{team}" and wandb_project = "{name}"' if is_path else "another name"
-    what = f"contain {' '.join(found)}" if found else f"have more than {_LONGEST_PROJECT} characters"
-    text = f"must not {what}, got {json.dumps(project)[:_LONGEST_PROJECT]}."
-    return ConfigIssue("[logging] wandb_project", text, f"Try: {hint}")
+    if found or len(project) > _LONGEST_PROJECT:
+        team, _, name = project.partition("/")
+        is_path = team and name and not set(team + name) & set(_NOT_IN_PROJECTS) and not config.logging.wandb_entity
+        hint = f'wandb_entity = "{team}" and wandb_project = "{name}"' if is_path else "another name"
+        what = f"contain {' '.join(found)}" if found else f"have more than {_LONGEST_PROJECT} characters"
+        text = f"must not {what}, got {json.dumps(project)[:_LONGEST_PROJECT]}."
+        yield ConfigIssue("[logging] wandb_project", text, f"Try: {hint}")
 
 
 def explain_invalid_tinker_key() -> str:

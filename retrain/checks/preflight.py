@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from retrain.checks.connections import check_tinker_address, server_kind
-from retrain.checks.keys import missing_keys
+from retrain.checks.keys import find_wandb_issues, missing_keys
 from retrain.checks.user_code import find_missing_plugins, find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
@@ -93,6 +93,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Missing packages, keys, files, rewards and models, and completions that do not fit the context."""
     yield from _missing_packages(config)
     yield from (issue for _, issue in missing_keys(config))
+    yield from find_wandb_issues(config)
     yield from _missing_files(config)
     yield from find_reward_issues(config)
     yield from find_missing_plugins(config)

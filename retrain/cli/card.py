@@ -40,9 +40,8 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
         if not no_plots:
             from retrain.report.plots import write_plots, write_verdict_plot  # noqa: PLC0415  (matplotlib is an extra)
 
-            plots = write_plots(data, target, ", or --no-plots", replace=CREATED in earlier) + write_verdict_plot(
-                data, target
-            )
+            plots = write_plots(data, target, ", or --no-plots", replace=CREATED in earlier)
+            plots += write_verdict_plot(data, target)
         target.mkdir(parents=True, exist_ok=True)
         card.write_text(write_card(data, plots, hub), encoding="utf-8")
     except OSError as error:

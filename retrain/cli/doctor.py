@@ -21,7 +21,7 @@ import click
 
 from retrain.campaign.plan import split_conditions
 from retrain.campaign.progress import is_locked
-from retrain.checks.keys import missing_keys
+from retrain.checks.keys import find_wandb_issues, missing_keys
 from retrain.checks.preflight import (
     find_damaged_weights,
     find_missing_model,
@@ -235,8 +235,6 @@ def probe_torch() -> TorchState | str:
 
 def _check_keys(configs: Iterable[TrainConfig]) -> Iterator[Check]:
     missing = {name: issue for config in configs for name, issue in missing_keys(config)}
-    for name in missing.keys() - _KEYS.keys():
-        yield Check("keys", name, "missing", missing[name].text, missing[name].hint.removeprefix("Try: "))
     for name, why in _KEYS.items():
         if name in missing:
             state = "not valid" if os.environ.get(name) else "not set"
@@ -263,7 +261,7 @@ def _check_parts(config: TrainConfig, trained: Mapping[str, TrainConfig], trials
     found: dict[ConfigIssue, list[str]] = {}
     for name, one in trained.items():
         others = (problem for problem in find_obstacles(one) if problem.where.startswith(_CHECKED_HERE))
-        for problem in (*find_unsupported(one), *others):
+        for problem in (*find_unsupported(one), *find_wandb_issues(one), *others):
             found.setdefault(problem, []).append(name)
     for problem, names in found.items():
         of = "" if len(names) == len(trained) else f" ({list_some(names)})"
@@ -381,7 +379,8 @@ def _check_disk(config: TrainConfig) -> Iterator[Check]:
         fix = "" if status == "ok" else f"free some space, or set {where} to another disk"
         found = f"{path}: {free / 1e9:.1f} GB free"
         if where == "[backend] adapter_path":
-            kept, other = why_kept(target := Path(path).expanduser()), other_run(target, log_dir)
+            target = Path(path).expanduser()
+            kept, other = why_kept(target), other_run(target, log_dir)
             if kept or other:
                 status, fix = "warning", f"set {where} to another folder, such as {config.logging.log_dir}/adapter"
                 found += f"; {kept}, so adapters stay in the checkpoints" if kept else ""

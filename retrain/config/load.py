@@ -291,20 +291,17 @@ def _explain(location: Location, detail: ErrorDetails) -> ConfigIssue:
 
 
 def _suggest_value(option: Option, value: object) -> str:
-    if option.type_name in ("list[str]", "list[int]") and isinstance(value, str):
-        # As other programs take lists: a,b
-        items = [item.strip(" []'\"") for item in value.split(",")]
-        if option.type_name == "list[str]" or all(item.isdecimal() and len(item) < 19 for item in items):
-            shown = [item if option.type_name == "list[str]" else int(item) for item in items if item]
-            return f"Try: {option.key} = {format_value(shown)}"
     if option.type_name.startswith("table") and isinstance(value, str) and "=" in value:
         return 'Texts inside need quotes: { key = "value" }'
     return f"Try: {option.key} = {format_value(_convert(option, value))}"
 
 
 def _convert(option: Option, value: object) -> object:
-    """The value as a number or bool, if it is one in quotes or of another type; otherwise the default."""
-    if option.type_name not in ("int", "float", "bool") or isinstance(value, bool):
+    """The value as a number, bool or list, if it is one in quotes or of another type; otherwise the default."""
+    if option.type_name in ("list[str]", "list[int]") and isinstance(value, str):
+        # As other programs take lists: a,b
+        value = [item for part in value.split(",") if (item := part.strip(" []'\""))]
+    elif option.type_name not in ("int", "float", "bool") or isinstance(value, bool):
         return option.default
     try:
         table = section_type(option.section).model_validate({option.key: value}, strict=False)

@@ -37,10 +37,9 @@ def summarize_error(error: BaseException) -> str:
 def format_traceback(error: BaseException) -> str:
     """The traceback from the first frame of the user's code; of a long one, the end."""
     frames = _after_own(error.__traceback__)
-    # A syntax error says itself where it is.
-    lines = traceback.format_exception(
-        type(error), error, error.__traceback__ if frames is None and not isinstance(error, SyntaxError) else frames
-    )
+    if frames is None and not isinstance(error, SyntaxError):  # which says itself where it is
+        frames = error.__traceback__
+    lines = traceback.format_exception(type(error), error, frames)
     text = redact("".join(lines)).strip()  # before it is cut: a part of a secret is not recognized
     return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
 

@@ -14,8 +14,6 @@ from retrain.types import JsonObject
 PACKAGES = ("retrain", "torch", "transformers", "peft", "vllm", "tinker")
 SHOWN_PLOTS = ("verdict.png", "eval_pass_at_1.png", "correct_rate.png", "mean_reward.png")
 UNKNOWN = "Unknown (not measured, too few steps, or within noise)"
-
-
 CREATED = "Created by retrain on"
 """What a card says of itself, and is recognized by."""
 

@@ -90,7 +90,8 @@ class Identification:
             if self.spec.name == "openai":
                 # Not every server lists its models; the samples will show.
                 return self.wanted, 0
-            answer = f"returned {error}".replace("returned it replied", "replied")
+            text = str(error)
+            answer = text.removeprefix("it ") if text.startswith("it ") else f"returned {text}"
             raise ConfigError(
                 f"{server.url} is not a {self.spec.name} server: {self.spec.models} {answer}.  "
                 f"Try: check the port; {self._command(server)}"

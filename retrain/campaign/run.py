@@ -29,7 +29,7 @@ from retrain.campaign.progress import (
 )
 from retrain.campaign.screen import Screen, format_rate, format_seconds
 from retrain.campaign.shared import SharedModelProcess
-from retrain.campaign.squeezing import FirstRunAnalysis
+from retrain.campaign.squeezing import FirstRunAnalysis, check_analysis
 from retrain.checks.connections import announce_wait
 from retrain.checks.preflight import check_before_loading, check_files_of_problems, find_shared_problems
 from retrain.checks.processes import check_devices
@@ -62,6 +62,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     _check_conditions(conditions, runs_here, absent_servers)
     with _rejecting_plugins():
         check_files_of_problems(list(conditions.values()))
+    check_analysis(config, runs)
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
         check_earlier(earlier, config, runs, is_resumed)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
 from retrain.config import TrainConfig
-from retrain.errors import RetrainError
+from retrain.errors import ConfigError, RetrainError
 from retrain.storage.checkpoint import STATE_FILE
 
 
@@ -82,6 +82,28 @@ class FirstRunAnalysis:
             log_squeeze(self.config, folder, self.found)
         except Exception as error:
             self.lines.append(f"Warning: logging the analysis to wandb failed: {error}")
+
+
+def check_analysis(config: TrainConfig, runs: Sequence[Run]) -> None:
+    """Raise if the analysis would fail whichever run ends first, which would only show after that run."""
+    trained = [run.config for run in runs if run.config.model.lora_rank]
+    if config.squeeze is None or not trained:
+        return
+    # Slow to import, and only needed with a [squeeze] table.
+    from retrain.squeeze.compress import check_target  # noqa: PLC0415
+    from retrain.squeeze.run import check_ranks  # noqa: PLC0415
+
+    failures = []
+    for one in trained:
+        try:
+            if config.squeeze.output_path:
+                source = Path(one.backend.adapter_path).expanduser()
+                check_target(source, Path(config.squeeze.output_path).expanduser())
+            check_ranks(config.squeeze, one.model.lora_rank)
+        except ConfigError as error:
+            failures.append(error)
+    if len(failures) == len(trained):
+        raise failures[0]
 
 
 def adapter_of(run: Run) -> str:

@@ -12,6 +12,7 @@ import click
 from pydantic import BaseModel
 
 from retrain.campaign.plan import Run, find_idle, find_limits, name_conditions, runs_at_once, split_conditions
+from retrain.campaign.squeezing import check_analysis
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import check_files_of_problems, find_obstacles
@@ -200,6 +201,7 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
             check_files_of_problems(list(conditions.values()))
         check_resumed(config, file)
         check_log_dir(config)
+        check_analysis(config, list_runs(config, file))
     except RetrainError as error:
         blockers.append(str(error))
     return blockers

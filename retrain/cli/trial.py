@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from retrain.campaign.plan import split_conditions
+from retrain.campaign.plan import plan_runs, split_conditions
+from retrain.campaign.squeezing import check_analysis
 from retrain.checks.connections import explain_no_judge
 from retrain.checks.keys import explain_invalid_tinker_key
 from retrain.checks.preflight import (
@@ -149,6 +150,8 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     if config.kind == "squeeze":
         yield "[squeeze]", _try_adapter
         return
+    if config.campaign is not None and config.squeeze is not None:
+        yield "[squeeze]", _try_analysis
     conditions = split_conditions(config, "the campaign").values()
     # Those of conditions that do not differ in what is tried are the same.
     trials: dict[tuple[str, str], tuple[str, Attempt]] = {}
@@ -303,6 +306,11 @@ def _try_adapter(config: TrainConfig) -> str:
     with Adapter(Path(path).expanduser()) as adapter:
         check_ranks(config.squeeze, adapter.rank)
         return f"{path}: {plural(len(adapter.pairs), 'layer')}, rank {adapter.rank}"
+
+
+def _try_analysis(config: TrainConfig) -> str:
+    check_analysis(config, plan_runs(config, Path(config.logging.log_dir), "the campaign"))
+    return "can analyze the first run with an adapter"
 
 
 def _try_judge(config: TrainConfig) -> str:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retrain.errors import ConfigError
-from retrain.runtime.permissions import share_weights
+from retrain.runtime.permissions import is_writable_folder, nearest_existing, share_weights
 from retrain.squeeze.adapter import CONFIG, WEIGHTS, Adapter
 from retrain.squeeze.analyze import torch_device
 from retrain.storage.publishing import RECORD, publish_folder, publisher
@@ -74,7 +74,7 @@ def scale_config(config: JsonObject, source_rank: int, rank: int) -> JsonObject:
 
 
 def check_target(source: Path, target: Path) -> None:
-    """Raise if the folder for a compressed adapter holds something else."""
+    """Raise if the folder for a compressed adapter holds something else, or cannot be made."""
     if target.resolve() == source.resolve():
         raise ConfigError("[squeeze] output_path is the source adapter, which is not overwritten.  Try: another folder")
     held = list(target.iterdir()) if target.is_dir() else []
@@ -84,6 +84,11 @@ def check_target(source: Path, target: Path) -> None:
         raise ConfigError(
             f"[squeeze] output_path = {str(target)!r} is an adapter without retrain's record of a compression, and is "
             "not overwritten.  Try: another folder"
+        )
+    above = nearest_existing(target.parent)
+    if not is_writable_folder(above):
+        raise ConfigError(
+            f"[squeeze] output_path = {str(target)!r}: {above} cannot be written to.  Try: another folder"
         )
 
 

@@ -12,7 +12,10 @@ import pytest
 from squeeze.adapters import random_factors, write_adapter
 
 from retrain.campaign.plan import Run
-from retrain.campaign.squeezing import FirstRunAnalysis, adapter_of
+from retrain.campaign.squeezing import FirstRunAnalysis, adapter_of, check_analysis
+from retrain.cli.explain import find_blockers
+from retrain.cli.trial import start_trials
+from retrain.errors import ConfigError
 
 from .campaigns import GRPO, MAXRL, FakeExecutor, campaign_config, manifest_of, planned, rate_by_seed, run_with
 
@@ -43,6 +46,36 @@ def test_the_table_is_printed_once_and_the_rank_recorded(
     again = FakeExecutor(with_adapter, codes={"maxrl+none_s2": 1})
     run_with(again, config, monkeypatch)
     assert "Mean Var%" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ({"output_path": "thesis"}, "is not an adapter and is not overwritten"),
+        ({"output_path": "thesis/notes.txt/small"}, "notes.txt cannot be written to"),
+        ({"output_path": "small", "compress_to": 16}, "compress_to = 16 is outside the adapter's rank, 1 to 8"),
+        ({"source_rank": 4}, "source_rank = 4, but the adapter has rank 8"),
+    ],
+)
+def test_an_analysis_that_would_fail_is_refused_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: dict[str, object], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "notes.txt").write_text("mine")
+    config = campaign_config(tmp_path / "c", {"squeeze": table, "model": {"lora_rank": 8}})
+    with pytest.raises(ConfigError, match=problem):
+        run_with(FakeExecutor(with_adapter), config, monkeypatch)
+    assert not (tmp_path / "c").exists()
+    assert any(problem in blocker for blocker in find_blockers(config, "a.toml"))
+    with start_trials(config) as wait:
+        assert any(trial.where == "[squeeze]" and problem in trial.problem for trial in wait())
+
+
+def test_ranks_that_one_of_the_conditions_has_are_not_refused(tmp_path: Path) -> None:
+    conditions = [{**GRPO, "lora_rank": 4}, {**MAXRL, "lora_rank": 8}]
+    config = campaign_config(tmp_path / "c", {"squeeze": {"source_rank": 4}}, seeds=[1], conditions=conditions)
+    check_analysis(config, planned(config))
 
 
 def test_an_analysis_that_was_interrupted_is_done_by_a_resume(

@@ -13,7 +13,16 @@ from retrain.analysis.scoring import find_other_evaluations, find_unlike
 from retrain.checks.processes import check_single_process
 from retrain.config import TrainConfig
 from retrain.config.load import build_condition
-from retrain.config.options import all_options, condition_overrides, free_on_resume, paths_where, values_of
+from retrain.config.options import (
+    all_options,
+    condition_overrides,
+    free_on_resume,
+    name_in_condition,
+    namesakes,
+    options_by_path,
+    paths_where,
+    values_of,
+)
 from retrain.config.schema import Campaign, Training
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.losses import build_loss
@@ -142,7 +151,7 @@ def find_limits(runs: Sequence[Run], campaign: Campaign | None = None) -> list[s
     configs = {run.condition: run.config for run in runs}
     first = next(iter(configs))
     models = dict.fromkeys(config.model.model for config in configs.values())
-    notes = _find_equal_losses(runs)
+    notes = [*_find_equal_losses(runs), *(_find_ambiguous_keys(campaign) if campaign is not None else ())]
     if campaign is not None and campaign.stop_when and runs_at_once(campaign, len(runs)) == len(runs):
         notes.append(
             f'all {len(runs)} runs start at once, so stop_when = "{campaign.stop_when}" has none to skip; '
@@ -162,6 +171,16 @@ def find_limits(runs: Sequence[Run], campaign: Campaign | None = None) -> list[s
             "otherwise, the conditions are not compared at the end"
         )
     return notes
+
+
+def _find_ambiguous_keys(campaign: Campaign) -> Iterator[str]:
+    """Notes on keys of conditions that might mean an option of another table."""
+    for key in dict.fromkeys(key for condition in campaign.conditions for key in condition):
+        path = next(path for path, _ in condition_overrides({key: None}))
+        option = options_by_path().get(path)
+        if option is not None and name_in_condition(option) != key:
+            others = " or ".join(name_in_condition(other) for other in namesakes(option) if other != option)
+            yield f"{key} in conditions sets {option.where}; to set another: {others}"
 
 
 def _find_equal_losses(runs: Sequence[Run]) -> list[str]:

@@ -298,9 +298,9 @@ def _suggest_value(option: Option, value: object) -> str:
 
 def _convert(option: Option, value: object) -> object:
     """The value as a number, bool or list, if it is one in quotes or of another type; otherwise the default."""
-    if option.type_name in ("list[str]", "list[int]") and isinstance(value, str):
+    if isinstance(value, {"list[str]": (str,), "list[int]": (str, int)}.get(option.type_name, ())):
         # As other programs take lists: a,b
-        value = [item for part in value.split(",") if (item := part.strip(" []'\""))]
+        value = [item for part in str(value).split(",") if (item := part.strip(" []'\""))]
     elif option.type_name not in ("int", "float", "bool") or isinstance(value, bool):
         return option.default
     try:

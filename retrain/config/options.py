@@ -170,6 +170,23 @@ def condition_overrides(condition: Mapping[str, object]) -> Iterator[tuple[str, 
             yield homes.get(key, key), value
 
 
+def namesakes(option: Option) -> list[Option]:
+    """The options that a condition may set and that have the same key, itself among them."""
+    return [
+        other
+        for other in all_options()
+        if other.key == option.key
+        and other.section not in OPTIONAL_SECTIONS
+        and other.facets.per_condition is not False
+    ]
+
+
+def name_in_condition(option: Option) -> str:
+    """How a condition sets an option: by its key, or in its table if the key alone might mean another."""
+    is_clear = len(namesakes(option)) == 1 or option.flag == f"--{option.key.replace('_', '-')}"
+    return option.key if is_clear else f"{option.section} = {{ {option.key} = ... }}"
+
+
 @cache
 def free_on_resume() -> frozenset[str]:
     """Options that a resumed run may change, by `section.key`."""

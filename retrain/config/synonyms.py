@@ -15,12 +15,19 @@ def synonyms() -> dict[str, Option]:
     return {name: option for option in all_options() for name in option.facets.synonyms or ()}
 
 
+@cache
+def _names() -> dict[str, Option]:
+    """Options by their names in other tools, and by those of their flags that are not just their keys."""
+    flags = {option.flag.lstrip("-").replace("-", "_"): option for option in all_options()}
+    return {name: option for name, option in flags.items() if name != option.key} | synonyms()
+
+
 def find_synonym(name: str) -> Option | None:
-    """The option that a key or a flag of another tool stands for, with or without its table."""
+    """The option that a key or a flag of another tool, or a flag in place of a key, stands for, with or without table."""
     path = name.lstrip("-").replace("-", "_")
-    key = path if path in synonyms() else path.rpartition(".")[2]
-    close = get_close_matches(key[:60], synonyms(), n=1, cutoff=0.9)
-    return synonyms()[close[0]] if close else None
+    key = path if path in _names() else path.rpartition(".")[2]
+    close = get_close_matches(key[:60], _names(), n=1, cutoff=0.9)
+    return _names()[close[0]] if close else None
 
 
 def find_meant_flags(typed: str) -> list[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,30 @@ def test_conditions_that_are_the_same_run_are_refused(tmp_path: Path) -> None:
     stated = campaign_config(tmp_path, seeds=[1], conditions=[GRPO, GRPO | {"max_steps": 4}])
     with pytest.raises(ConfigError, match="are the same run"):
         planned(stated)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("gtpo_beta", "gtpo = { beta = ... }"),
+        ("eval_temperature", "eval = { temperature = ... }"),
+        ("reward_timeout_s", "reward = { timeout_s = ... }"),
+        ("temperatur", "temperature"),
+        ("learning_rate", "lr"),
+        ("gtpo.betaa", "gtpo = { beta = ... }"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_option_meant(tmp_path: Path, key: str, meant: str) -> None:
+    conditions = [GRPO, {**GRPO, key: 0.3}]
+    with pytest.raises(ConfigError, match=re.escape(f"Did you mean {meant}?")):
+        campaign_config(tmp_path, conditions=conditions)
+
+
+def test_a_key_that_might_mean_another_option_is_noted(tmp_path: Path) -> None:
+    def notes_on(condition: dict[str, Any]) -> list[str]:
+        config = campaign_config(tmp_path, conditions=[GRPO, {**GRPO, "lr": 1e-3, **condition}])
+        return [note for note in find_limits(planned(config), config.campaign) if "in conditions sets" in note]
+
+    assert notes_on({"beta": 0.3}) == ["beta in conditions sets [kl] beta; to set another: gtpo = { beta = ... }"]
+    for clear in ({"kl": {"beta": 0.3}}, {"temperature": 0.5}, {"lr": 1e-4}, {"model": "builtin:tiny"}):
+        assert notes_on(clear) == []

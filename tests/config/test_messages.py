@@ -38,6 +38,7 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
         ("[training]\nbatch_size = 4.0", "[training] batch_size must be a whole number, got 4.0.  Try: batch_size = 4"),
         ("[training]\nlr = inf", "[training] lr must be a finite number, got inf.  Try: lr = 4e-05"),
         ("[training]\nlr = nan", "[training] lr must be a finite number, got nan.  Try: lr = 4e-05"),
+        ("[campaign]\nseeds = 4", "[campaign] seeds must be a list, got 4.  Try: seeds = [4]"),
         ('[campaign]\nseeds = "4,5"', '[campaign] seeds must be a list, got "4,5".  Try: seeds = [4, 5]'),
         (
             '[campaign]\nseeds = "a,5"',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,12 @@ def test_what_is_suggested_for_the_path_of_a_flag_is_a_flag(
     printed = capsys.readouterr().err
     assert '--data-path ([data] path) = "q.jsonl": there is no file' in printed
     assert 'Try: --data-path "p.jsonl"' in printed
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "meant"),
+    [("model", "lora_alpha", "[lora] alpha"), ("training", "gtpo_beta", "[gtpo] beta"), ("loss", "loss_type", "type")],
+)
+def test_the_flag_of_an_option_is_understood_as_a_key(table: str, key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"unknown option [{table}] {key}.  Did you mean {meant}?")):
+        build_config({table: {key: 1}}, {}, "a.toml")

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from retrain.config.options import all_options, condition_overrides, option_issue, options_by_path
+from retrain.config.options import (
+    Option,
+    all_options,
+    condition_overrides,
+    name_in_condition,
+    option_issue,
+    options_by_path,
+)
 from retrain.config.schema import TrainConfig
+from retrain.config.synonyms import find_synonym
 from retrain.config.tables.run import FIRST_LOOK
 from retrain.config.toml import format_value
 from retrain.errors import ConfigIssue
@@ -17,16 +25,15 @@ def check_conditions(config: TrainConfig) -> Iterator[ConfigIssue]:
     if config.campaign is None:
         return
     options = options_by_path()
-    keys = list(dict.fromkeys(option.key for option in all_options()))
     for index, condition in enumerate(config.campaign.conditions):
         where = f"[campaign] conditions[{index}]"
         if not condition:
             yield ConfigIssue(where, "is empty.", 'Try: advantage_mode = "grpo"')
         for path, _ in condition_overrides(condition):
             if path not in options:
-                close = get_close_matches(path.rpartition(".")[2][:60], keys, n=1)
                 text = f"sets {path[:60]!r}, which is not an option that a condition can override."
-                yield ConfigIssue(where, text, f"Did you mean {close[0]}?" if close else "")
+                meant = _find_meant(path)
+                yield ConfigIssue(where, text, f"Did you mean {name_in_condition(meant)}?" if meant else "")
             elif options[path].facets.per_condition is False:
                 yield ConfigIssue(where, f"sets {path}, which is the same for all conditions.")
     labels = [format_value(dict(sorted(condition_overrides(c)))) for c in config.campaign.conditions]
@@ -34,6 +41,14 @@ def check_conditions(config: TrainConfig) -> Iterator[ConfigIssue]:
         yield option_issue("campaign.conditions", "holds the same condition twice.")
     if len(set(config.campaign.seeds)) < len(config.campaign.seeds):
         yield option_issue("campaign.seeds", "holds the same seed twice.")
+
+
+def _find_meant(path: str) -> Option | None:
+    """The option that a key of a condition may stand for."""
+    table, _, key = path[:60].rpartition(".")
+    options = [option for option in all_options() if option.section == table] or all_options()
+    close = get_close_matches(key, [option.key for option in options], n=1)
+    return find_synonym(path) or next((option for option in options if [option.key] == close), None)
 
 
 def check_campaign(config: TrainConfig) -> Iterator[ConfigIssue]:

@@ -40,6 +40,7 @@ from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
 from retrain.errors import RetrainError
 from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts, why_shape_is_unknown
+from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import format_bytes, format_duration, plural
 from retrain.types import JsonObject
 
@@ -204,6 +205,10 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
         check_analysis(config, list_runs(config, file))
     except RetrainError as error:
         blockers.append(str(error))
+    else:
+        folder = nearest_existing(Path(config.campaign_folder or config.logging.log_dir))
+        if config.kind != "squeeze" and not is_writable_folder(folder):
+            blockers.append(f"[logging] log_dir: {folder} cannot be written to.  Try: another --log-dir")
     return blockers
 
 

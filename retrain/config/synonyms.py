@@ -23,7 +23,7 @@ def _names() -> dict[str, Option]:
 
 
 def find_synonym(name: str) -> Option | None:
-    """The option that a key or a flag of another tool, or a flag in place of a key, stands for, with or without table."""
+    """The option that a name in another tool, or a flag given as a key, stands for; with or without its table."""
     path = name.lstrip("-").replace("-", "_")
     key = path if path in _names() else path.rpartition(".")[2]
     close = get_close_matches(key[:60], _names(), n=1, cutoff=0.9)

@@ -6,9 +6,10 @@ import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from retrain.data.rows import BadRow, collect_examples, read_file
+from retrain.data.rows import BadRow, collect_examples, kind_of, raise_for_rows, read_file
+from retrain.errors import ConfigIssue
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -25,6 +26,30 @@ class JsonlSource:
         """Read the file; one error reports all invalid lines by number."""
         content = read_file(self._section, ".jsonl")
         return collect_examples(_read_lines(content), self._section, str(Path(self._section.path).expanduser()))
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file with one object per line, or with one list of objects; raises ConfigError.
+
+    Values are those of the file: libraries of tables read texts such as 2024-01-05 as times.
+    """
+    content = path.read_bytes()
+    rows = list(_read_lines(content))
+    if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        found = _parse_line(content.removeprefix(codecs.BOM_UTF8))
+        parts = found if isinstance(found, list) else [found]
+        rows = [(f"object {number}", row) for number, row in enumerate(parts, start=1)]
+    reasons = [(where, _why_no_object(row)) for where, row in rows]
+    issues = [ConfigIssue(where, reason) for where, reason in reasons if reason]
+    if issues:
+        raise_for_rows(issues, str(path))
+    return [row for _, row in rows if isinstance(row, dict)]
+
+
+def _why_no_object(row: object) -> str:
+    if isinstance(row, dict):
+        return ""
+    return str(row) if isinstance(row, BadRow) else f"is {kind_of(row)}, not an object with fields"
 
 
 def _read_lines(content: bytes) -> Iterator[tuple[str, object]]:

@@ -7,7 +7,8 @@ import inspect
 from typing import Any
 
 from retrain.config.schema import Reward as RewardSection
-from retrain.data.rows import gsm8k_answer
+from retrain.data.order import write_number
+from retrain.data.rows import gsm8k_answer, kind_of
 from retrain.errors import ConfigError, PluginError
 from retrain.plugins import import_path, is_dotted_path, make_importable, split_path
 from retrain.rewards import BatchReward, Item, build_reward
@@ -30,7 +31,7 @@ class NamedReward:
             raise ConfigError(f"reward_funcs: {self.__name__} needs reference answers.  Try: answer_column=…")
         texts = [each if isinstance(each, str) else each[-1]["content"] or "" for each in completions]
         pairs = zip(texts, answer, strict=True)
-        items = [Item(text, gsm8k_answer(str(one)) or str(one)) for text, one in pairs if one is not None]
+        items = [Item(text, gsm8k_answer(text_of(one)) or text_of(one)) for text, one in pairs if one is not None]
         scores = iter(self.pool.score(items))
         # A completion without an answer is not scored, as one whose scoring failed.
         found = [None if one is None else next(scores) for one in answer]
@@ -41,6 +42,11 @@ class NamedReward:
         if "pool" in vars(self):
             self.pool.close()
             del self.pool
+
+
+def text_of(answer: object) -> str:
+    """An answer as text. A column with 2 and 2.5 holds 2.0, which is the answer 2."""
+    return write_number(answer) if isinstance(answer, float) else str(answer)
 
 
 def load_rewards(given: str | list[str] | None) -> list[Any]:
@@ -75,7 +81,9 @@ def _is_for_trl(function: Any) -> bool:
 
 
 def _check_signature(name: str, function: Any) -> None:
-    """Raise unless a function takes what TRL passes: prompts, completions and columns."""
+    """Raise unless this is a function that takes what TRL passes: prompts, completions and columns."""
+    if not callable(function):
+        raise ConfigError(f"reward_funcs: {name} is {kind_of(function)}, not a function.")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ from datasets import Dataset, load_dataset, load_from_disk
 
 from retrain.config.schema import Data
 from retrain.data import Endless, load_examples
+from retrain.data.jsonl import read_objects
 from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS, kind_of
 from retrain.errors import ConfigError
-from retrain.grpo.rewards import NamedReward, load_rewards
+from retrain.grpo.rewards import NamedReward, load_rewards, text_of
 from retrain.grpo.settings import FILES, OWN_SETS, RunSettings
 
 PROMPTS = (*PROMPT_FIELDS, "text")
@@ -38,19 +40,37 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
             # The form in which rewards and evaluations look for an answer.
             rows = [{**row, "completion": f"\\boxed{{{row['answer']}}}"} for row in rows]
     else:
-        rows = _load_dataset(name, run.dataset_config, split)
-        rows = rows.select(range(min(limit, len(rows)))) if limit else rows
+        rows = _load_dataset(name, run.dataset_config, split, _text_columns(run) if is_sft else ())
+        # Not a slice: that of a dataset is its columns.
+        rows = [rows[number] for number in range(min(limit, len(rows)))] if limit else rows
     if not len(rows):
         raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) has no rows.")
     convert = _sft_row if is_sft else partial(_grpo_row, rewards=[] if is_sft else _comparing(run))
-    return [convert(row, run, number) for number, row in enumerate(rows)]
+    try:
+        converted = [convert(row, run, number) for number, row in enumerate(rows)]
+    except ConfigError as error:
+        raise ConfigError(f"dataset_id_or_path = {name!r}: {error}") from error
+    answers = [row["answer"] for row in converted if row.get("answer") is not None]
+    if len({isinstance(answer, str) for answer in answers}) == 2 and all(map(_has_text, answers)):
+        # A column of a dataset has one type.
+        return [{**row, "answer": None if (one := row.get("answer")) is None else text_of(one)} for row in converted]
+    return converted
 
 
-def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
+def _text_columns(run: RunSettings) -> Sequence[str]:
+    """Columns of text, also in a file that does not tell text from numbers."""
+    usual = (*PROMPTS, *COMPLETIONS)
+    return (*usual, *(name for name in (run.prompt_column, run.answer_column) if name and name not in usual))
+
+
+def _load_dataset(name: str, config: str | None, split: str, texts: Sequence[str]) -> Dataset | list[Row]:
     path = Path(name).expanduser()
+    if (file := _find_json(path, split)) is not None:
+        return _read_json(file)
     try:
         if path.suffix in FILES and path.is_file():
-            return load_dataset(FILES[path.suffix], data_files=str(path), split="train")
+            as_text = {"converters": dict.fromkeys(texts, str)} if path.suffix == ".csv" else {}
+            return load_dataset(FILES[path.suffix], data_files=str(path), split="train", **as_text)
         if path.is_dir() and (path / "dataset_dict.json").exists():
             return load_from_disk(str(path))[split]
         if path.is_dir() and (path / "dataset_info.json").exists():
@@ -58,16 +78,35 @@ def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
         return load_dataset(name, config, split=split)
     except Exception as error:
         # The library raises many kinds, each with the reason in its text.
-        texts = (str(one) for one in (error, error.__cause__) if one)
-        reason = " ".join(": ".join(texts).split())[:300]
+        words = (str(one) or type(one).__name__ for one in (error, error.__cause__) if one is not None)
+        reason = " ".join(": ".join(words).split())[:300]
         raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}") from error
+
+
+def _find_json(path: Path, split: str) -> Path | None:
+    """The only file of a split with JSON, if there is one; other folders are left to `datasets`."""
+    if path.is_file():
+        return path if FILES.get(path.suffix) == "json" else None
+    inside = [*path.rglob(f"*{split}*"), *path.glob("README.md")] if path.is_dir() and split.isalpha() else []
+    is_json = len(inside) == 1 and inside[0].stem == split and FILES.get(inside[0].suffix) == "json"
+    return inside[0] if is_json else None
+
+
+def _read_json(path: Path) -> list[Row]:
+    """Rows with all columns of the file. `datasets` would read texts such as 2024-01-05 as times."""
+    try:
+        rows = read_objects(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
 
 
 def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, rewards: Sequence[str]) -> Row:
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
     answer = _pick(row, run.answer_column, ANSWERS, number, bool(run.answer_column) or bool(rewards))
     # A plugin takes any answer, as its text.
-    if not {"match", "math"}.isdisjoint(rewards) and _is_collection(row[answer]):
+    if not {"match", "math"}.isdisjoint(rewards) and not _has_text(row[answer]):
         raise ConfigError(f"row {number} has {kind_of(row[answer])} in {answer!r}, where text or a number belongs.")
     columns = {key: value for key, value in row.items() if key not in (prompt, answer)}
     if run.keep_columns is not None:
@@ -89,9 +128,9 @@ def _comparing(run: RunSettings) -> list[str]:
     return [one.__name__ for one in functions if isinstance(one, NamedReward) and one.__name__ != "judge"]
 
 
-def _is_collection(value: object) -> bool:
-    """Whether it is a list or an object; all else, such as a date, has a text."""
-    return isinstance(value, Sequence | Mapping) and not isinstance(value, str | bytes)
+def _has_text(value: object) -> bool:
+    """Whether it is no list, object or time; all else, such as a date, has one text."""
+    return isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping | datetime)
 
 
 def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
@@ -110,9 +149,10 @@ def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
             raise ConfigError(f"row {number} has {kind_of(row[prompt])} in {prompt!r}, where text belongs.")
         return {"text": row[prompt]}
     answer = row[completion]
-    is_text = not _is_collection(answer)
     completed = (
-        [{"role": "assistant", "content": str(answer)}] if is_text else _conversation(answer, completion, number)
+        [{"role": "assistant", "content": text_of(answer)}]
+        if _has_text(answer)
+        else _conversation(answer, completion, number)
     )
     return {"prompt": _messages(row[prompt], run, prompt, number), "completion": completed}
 

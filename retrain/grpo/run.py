@@ -163,7 +163,7 @@ def build_trainer(settings: Mapping[str, Any]) -> Any:
             peft_config=read_lora(run),
             **more,
         )
-    except (ValueError, TypeError, ImportError, ZeroDivisionError, OSError) as error:
+    except (ValueError, TypeError, ImportError, ArithmeticError, OSError) as error:
         # TRL, transformers and accelerate explain what they cannot use.
         raise ConfigError(f"the composed settings cannot be run: {' '.join(str(error).split())}") from error
 

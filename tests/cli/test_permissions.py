@@ -57,6 +57,13 @@ def test_a_path_in_a_private_folder_is_refused_in_a_sentence(call: Call, words: 
     assert f"= '{words[-1]}' is in a folder that you have no permission to enter.  Try: another path" in done.stderr
 
 
+def test_explain_tells_that_a_run_cannot_write_its_logs(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir(mode=0o555)
+    done = call("explain", "retrain.toml", "--log-dir", "full/run")
+    assert done.returncode == 1
+    assert "full cannot be written to.  Try: another --log-dir" in done.stdout
+
+
 def test_private_runs_are_left_out_and_one_that_is_named_is_refused(call: Call, tmp_path: Path) -> None:
     write_run(tmp_path / "logs" / "mine", [0.1, 0.2])
     write_run(tmp_path / "logs" / "private", [0.1, 0.2])

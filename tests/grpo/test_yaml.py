@@ -510,3 +510,67 @@ def test_answers_of_other_kinds_are_left_to_those_who_take_them(
     assert load_rows(dataclasses.replace(run, reward_funcs="match"), "train", None)[0]["answer"] == day
     (row,) = load_rows(run, "train", None, is_sft=True)
     assert row["completion"] == [{"role": "assistant", "content": "2024-01-01"}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "folder"])
+def test_texts_of_a_json_file_stay_as_they_are(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": "The day after 4 January?", "answer": "2024-01-05"}, {"prompt": "q", "answer": "007", "n": 1}]
+    lines, file = "".join(json.dumps(row) + "\n" for row in rows), tmp_path / name
+    if name == "folder":
+        file = file / "train.jsonl"
+        file.parent.mkdir()
+    file.write_text("\ufeff" + json.dumps(rows, indent=1) if name == "rows.json" else lines)
+    run = RunSettings(dataset_id_or_path=str(tmp_path / name), reward_funcs="match")
+    first, second = load_rows(run, "train", None)
+    assert (first["answer"], second["answer"], first["n"], second["n"]) == ("2024-01-05", "007", None, 1)
+    reward = NamedReward("match")
+    assert reward(["\\boxed{2024-01-05}"], answer=[first["answer"]]) == [1.0]
+    reward.close()
+    (demonstrated, _) = load_rows(run, "train", None, is_sft=True)
+    assert demonstrated["completion"] == [{"role": "assistant", "content": "2024-01-05"}]
+
+
+def test_whole_numbers_beside_others_stay_whole(tmp_path: Path) -> None:
+    for name, text in (
+        ("rows.csv", "prompt,answer\n1+1=?,2\n5/2=?,2.5\n7?,007\n"),
+        ("rows.jsonl", '{"prompt": "1+1=?", "answer": 2}\n{"prompt": "5/2=?", "answer": 2.5}\n'),
+    ):
+        (tmp_path / name).write_text(text)
+        run = RunSettings(dataset_id_or_path=str(tmp_path / name), reward_funcs="match")
+        completions = [row["completion"][0]["content"] for row in load_rows(run, "train", None, is_sft=True)]
+        assert completions == ["2", "2.5", "007"][: len(completions)]
+    reward = NamedReward("match")
+    assert reward(["\\boxed{100000000000000000}"], answer=[1e17]) == [1.0]
+    reward.close()
+
+
+def test_numbers_and_texts_in_one_column_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 4}\n{"prompt": "b", "answer": "x^2"}\n')
+    rows = load_rows(RunSettings(dataset_id_or_path=str(tmp_path / "rows.jsonl"), reward_funcs="match"), "train", None)
+    assert [row["answer"] for row in rows] == ["4", "x^2"]
+
+
+def test_a_time_is_no_answer_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "q", "answer": datetime.datetime(2024, 1, 5)}
+    monkeypatch.setattr("retrain.grpo.rows._load_dataset", lambda *_: [row])
+    with pytest.raises(ConfigError, match="row 0 has a datetime in 'answer', where text or a number belongs"):
+        load_rows(RunSettings(dataset_id_or_path="rows", reward_funcs="match"), "train", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "has no rows"),
+        (b'{"prompt": "gr\xf6\xdfe?", "answer": 4}\n', r"invalid row:\n  line 1 is not UTF-8 \(byte 15\)"),
+        (b'{"prompt": "a"\n', "line 1 is not JSON"),
+        (b"[1, 2]", "object 1 is a number, not an object with fields"),
+        (b'"a"\n', "line 1 is a text, not an object with fields"),
+        (b'{"prompt": "a", "answer": null}\n', r"rows\.jsonl'.*: row 0 has an empty answer"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.jsonl"), reward_funcs="match")
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load_rows(run, "train", None)
+    assert "rows.jsonl" in str(caught.value)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from retrain.errors import ConfigError, ConfigIssue
 from retrain.grpo.settings import FILES, OWN_SETS, RunSettings, advise_split
 from retrain.modeling.files import find_model
 from retrain.rewards.judge import find_server
+from retrain.runtime.text import list_some
 from retrain.storage.aside import LOCK_FILE, is_of_run
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import lock_folder
@@ -35,6 +37,23 @@ EPOCHS = 3.0
 """Default of transformers for num_train_epochs."""
 WEIGHTS = ("*model*", "global_step*")
 """Files or folders of weights in a checkpoint: of models and adapters, and of DeepSpeed."""
+MODEL_FILES = ("README.md", "config.json", "adapter_config.json", "tokenizer_config.json")
+"""Files beside the weights that a run replaces in output_dir."""
+# Packages of transformers' trackers, of which one is needed.
+_TRACKERS = {
+    "clearml": ("clearml",),
+    "codecarbon": ("codecarbon",),
+    "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",),
+    "dvclive": ("dvclive",),
+    "flyte": ("flytekit",),
+    "mlflow": ("mlflow",),
+    "neptune": ("neptune",),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
 
 
 def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None:
@@ -127,6 +146,7 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
     """
     if arguments.get("output_dir") == "":
         raise ConfigError("output_dir is empty.  Try: output_dir=logs/my_run")
+    _check_output(Path(arguments.get("output_dir") or OUTPUT), run)
     if arguments.get("temperature", 1.0) <= 0:
         raise ConfigError(
             "temperature must be above 0: completions of one prompt have to differ.  Try: temperature=1.0"
@@ -139,9 +159,9 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
         is_file = Path(run.dataset_id_or_path).suffix in FILES
         hint = advise_split(run.val_split) if is_file else "val_split=validation"
         raise ConfigError(f"{wanted[0]} needs held-out rows, and there is no val_split.  Try: {hint}")
-    trackers = arguments.get("report_to")
-    if "wandb" in ([trackers] if isinstance(trackers, str) else trackers or []) and not has_wandb_key():
-        raise ConfigError(f"report_to = {trackers!r} needs a key of wandb, and there is none.  {WANDB_HINT}")
+    if arguments.get("learning_rate", 0.0) < 0:
+        raise ConfigError(f"learning_rate must be at least 0, got {arguments['learning_rate']}.")
+    _check_trackers(arguments.get("report_to"))
     if "judge" in run.reward_names:
         find_server(Reward(type="judge"))
     checkpoint = choose_checkpoint(arguments.get("output_dir") or OUTPUT, arguments.get("resume_from_checkpoint"))
@@ -152,6 +172,36 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)
     return checkpoint
+
+
+def _check_output(folder: Path, run: RunSettings) -> None:
+    """Raise if the run would replace its own model, or files that no run wrote."""
+    model = find_model(run.model_name_or_path).folder
+    if model is not None and model.resolve() == folder.resolve():
+        raise ConfigError(
+            f"output_dir = {str(folder)!r} is the folder of model_name_or_path, which the run would replace.  "
+            "Try: another folder"
+        )
+    files = [name for name in MODEL_FILES if (folder / name).exists()]
+    if files and not (folder / STATE_FILE).exists() and not any(folder.glob("checkpoint-*")):
+        raise ConfigError(
+            f"output_dir = {str(folder)!r} holds {list_some(files)} and no run: the model that is saved there would "
+            "replace it.  Try: another folder"
+        )
+
+
+def _check_trackers(given: str | list[str] | None) -> None:
+    names = [given] if isinstance(given, str) else given or []
+    for name in names:
+        packages = _TRACKERS.get(name, ())
+        if packages and not any(map(find_spec, packages)):
+            raise ConfigError(
+                f"report_to = {name!r} needs the package {packages[0]}, which is not installed.  "
+                f"Try: pip install {packages[0]}, or report_to=none"
+            )
+    # `all` is every tracker that is installed.
+    if ("wandb" in names or ("all" in names and find_spec("wandb"))) and not has_wandb_key():
+        raise ConfigError(f"report_to = {given!r} needs a key of wandb, and there is none.  {WANDB_HINT}")
 
 
 def _find_issues(run: RunSettings, arguments: Mapping[str, Any]) -> Iterator[ConfigIssue]:

@@ -129,7 +129,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[RunSettings, dict[str, A
     issues += [_unknown(key, list(known)) for key in settings if key not in known]
     own = {field.name for field in fields(RunSettings)}
     run = RunSettings(**{key: value for key, value in values.items() if key in own})
-    issues = issues or [*_find_issues(run), *_find_data_issues(run)]
+    issues = issues or [*_find_issues(run), *_find_data_issues(run), *_find_unknown_choices(kind, values)]
     if issues:
         raise ConfigError("the composed settings cannot be run:", tuple(issues))
     arguments = read_arguments(kind)
@@ -208,6 +208,34 @@ def _unknown(key: str, known: list[str]) -> ConfigIssue:
     return ConfigIssue(f"unknown setting {key!r}.", "", hint)
 
 
+def _find_unknown_choices(kind: str, values: Mapping[str, Any]) -> list[ConfigIssue]:
+    """Issues: values that TRL's trainer would refuse only after it has sampled."""
+    if kind != "grpo":
+        return []
+    found = []
+    for name, choices in read_choices().items():
+        value = values.get(name)
+        if isinstance(value, str) and choices and value not in choices:
+            hint = "Try: loss_type=grpo importance_sampling_level=sequence" if value == "gspo" else ""
+            found.append(ConfigIssue(name, f"must be one of {', '.join(choices)}, got {value!r}.", hint))
+    return found
+
+
+@cache
+def read_choices() -> dict[str, list[str]]:
+    """The values of some arguments that are declared as any text: those with which TRL's trainer compares them."""
+    (folder,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr, misc]
+    tree = ast.parse((Path(folder) / "trainer" / "grpo_trainer.py").read_text(encoding="utf-8"))
+    found: dict[str, set[str]] = {name: set() for name in ("loss_type", "scale_rewards", "importance_sampling_level")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr in found:
+            texts = (
+                part.value for other in node.comparators for part in ast.walk(other) if isinstance(part, ast.Constant)
+            )
+            found[node.left.attr] |= {text for text in texts if isinstance(text, str)}
+    return {name: sorted(texts) for name, texts in found.items()}
+
+
 def _find_issues(run: RunSettings) -> list[ConfigIssue]:
     is_grpo = run.trainer_type == "grpo"
     required = {"model_name_or_path": "builtin:tiny", "dataset_id_or_path": "arithmetic"}
@@ -241,12 +269,14 @@ def _explain_reward(name: str) -> str:
 
 
 def find_unused(run: RunSettings, arguments: Mapping[str, Any]) -> list[str]:
-    """Sentences on settings of an adapter, of held-out rows or of vLLM, in a run without them.
+    """Sentences on settings of an adapter, of held-out rows or of vLLM, in a run without them, or with none held out.
 
     No errors: a file may set them, and an override such as lora_rank=0 make them idle.
     """
     is_idle = run.max_val_examples is not None and not run.val_split
     idle = ["max_val_examples is not used: there is no val_split."] if is_idle else []
+    if run.val_split and _is_same_split(run):
+        idle.append(f"val_split = {run.val_split!r} has the problems that are trained on: none is held out.")
     samples_with_vllm = arguments.get("use_vllm") and arguments.get("vllm_mode", "colocate") == "colocate"
     if arguments.get("vllm_dtype", "auto") != "auto" and not samples_with_vllm:
         idle.append("vllm_dtype is not used: it needs use_vllm in this process.")
@@ -258,6 +288,13 @@ def find_unused(run: RunSettings, arguments: Mapping[str, Any]) -> list[str]:
         for name, (value, default) in given.items()
         if name.startswith("lora_") and value != default and name != "lora_rank"
     ]
+
+
+def _is_same_split(run: RunSettings) -> bool:
+    trained = run.train_split or "train"
+    # Every split but `train` has the problems that are held out.
+    is_endless = run.dataset_id_or_path == "arithmetic"
+    return run.val_split == trained or (is_endless and "train" not in (run.val_split, trained))
 
 
 def _find_data_issues(run: RunSettings) -> list[ConfigIssue]:

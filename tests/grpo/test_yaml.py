@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -21,7 +22,7 @@ from retrain.builtin import resolve_model
 from retrain.cli import run
 from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig, settings
-from retrain.grpo.checks import locked
+from retrain.grpo.checks import check_before_loading, locked
 from retrain.grpo.compose import compose_settings, flatten
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
@@ -574,3 +575,93 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, con
     with pytest.raises(ConfigError, match=problem) as caught:
         load_rows(run, "train", None)
     assert "rows.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "problem"),
+    [
+        ("loss_type", "gspo", "must be one of .*grpo.*, got 'gspo'.  Try: loss_type=grpo importance_sampling_level"),
+        ("loss_type", "foo", "must be one of bnpo, .*dapo, dr_grpo, grpo, .*, got 'foo'"),
+        ("scale_rewards", "foo", "must be one of batch, group, none, got 'foo'"),
+        ("importance_sampling_level", "word", "must be one of sequence, token, got 'word'"),
+    ],
+)
+def test_values_that_trl_would_refuse_after_sampling_are_refused_at_once(
+    setting: str, value: str, problem: str
+) -> None:
+    given = {"model_name_or_path": "builtin:tiny", "dataset_id_or_path": "arithmetic", "reward_funcs": "match"}
+    with pytest.raises(ConfigError, match=f"{setting} {problem}"):
+        read_settings({**given, setting: value})
+
+
+def test_every_loss_of_trl_is_taken() -> None:
+    given = {"model_name_or_path": "builtin:tiny", "dataset_id_or_path": "arithmetic", "reward_funcs": "match"}
+    for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"):
+        assert read_settings({**given, "loss_type": loss})[1]["loss_type"] == loss
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"report_to": "clearml"}, "report_to = 'clearml' needs the package clearml, which is not installed"),
+        ({"report_to": ["flyte"]}, "report_to = 'flyte' needs the package flytekit"),
+        ({"report_to": "all"}, "report_to = 'all' needs a key of wandb"),
+        ({"learning_rate": -1.0}, "learning_rate must be at least 0, got -1.0"),
+    ],
+)
+def test_what_transformers_would_refuse_late_is_refused_before_loading(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], problem: str
+) -> None:
+    monkeypatch.setattr("retrain.grpo.checks.find_spec", lambda name: name == "wandb" or None)
+    monkeypatch.setattr("retrain.grpo.checks.has_wandb_key", lambda: False)
+    run = RunSettings(model_name_or_path="builtin:tiny", dataset_id_or_path="arithmetic", reward_funcs="match")
+    with pytest.raises(ConfigError, match=problem):
+        check_before_loading(run, {"output_dir": str(tmp_path / "out"), **given}, print)
+
+
+def test_a_reward_that_is_no_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"number_{tmp_path.name.replace('-', '_')}"
+    Path(f"{name}.py").write_text("score = 3\n")
+    with pytest.raises(ConfigError, match=f"reward_funcs: {name}:score is a number, not a function"):
+        load_rewards(f"{name}:score")
+
+
+def test_evaluating_what_is_trained_on_is_noted() -> None:
+    def notes(dataset: str, trained: str | None, held_out: str | None) -> list[str]:
+        return find_unused(RunSettings(dataset_id_or_path=dataset, train_split=trained, val_split=held_out), {})
+
+    for same in (("arithmetic", None, "train"), ("arithmetic", "nope", "test"), ("math", "test", "test")):
+        assert "has the problems that are trained on: none is held out." in notes(*same)[0]
+    for other in (("arithmetic", "train", "test"), ("math", "train", "test"), ("math", "train", None)):
+        assert notes(*other) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "is_refused"),
+    [
+        (["README.md"], True),
+        (["tokenizer_config.json"], True),
+        (["rows.jsonl"], False),
+        (["README.md", "trainer_state.json"], False),
+        (["README.md", "checkpoint-2/trainer_state.json"], False),
+    ],
+)
+def test_files_that_no_run_wrote_are_not_replaced(tmp_path: Path, files: list[str], is_refused: bool) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    run = RunSettings(model_name_or_path="builtin:tiny", dataset_id_or_path="arithmetic", reward_funcs="match")
+    problem = rf"output_dir = .* holds {re.escape(files[0])} and no run: .*  Try: another folder"
+    with pytest.raises(ConfigError, match=problem) if is_refused else contextlib.nullcontext():
+        check_before_loading(run, {"output_dir": str(tmp_path)}, print)
+
+
+def test_the_model_is_not_replaced_by_what_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(resolve_model("builtin:tiny"), "mine")
+    (tmp_path / "link").symlink_to("mine")
+    run = RunSettings(model_name_or_path="mine", dataset_id_or_path="arithmetic", reward_funcs="match")
+    for folder in ("mine", "./mine/", "link"):
+        with pytest.raises(ConfigError, match="is the folder of model_name_or_path, which the run would replace"):
+            check_before_loading(run, {"output_dir": folder}, print)

@@ -209,7 +209,9 @@ def import_path(path: str, kind: str) -> object:
         ) from error
     except (Exception, SystemExit) as error:
         # SystemExit: a script that was not meant to be imported must not end the run silently.
-        raise PluginError(f"{kind} plugin {path!r}: importing {module_name!r} failed: {error!r}") from error
+        # The arguments of a syntax error are places in the file, which its text has as well.
+        reason = f"SyntaxError: {error}" if isinstance(error, SyntaxError) else repr(error)
+        raise PluginError(f"{kind} plugin {path!r}: importing {module_name!r} failed: {reason}") from error
     try:
         found: object = module
         for name in attribute.split("."):

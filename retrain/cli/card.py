@@ -24,13 +24,12 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
     """
     folders = folders or (Path("logs"),)
     from retrain.report import collect  # noqa: PLC0415  (slow to import)
-    from retrain.report.card import CREATED, write_card  # noqa: PLC0415
+    from retrain.report.card import CREATED, is_blank, write_card  # noqa: PLC0415
 
     target = output or folders[0] / CARD
     card = target / "README.md"
     earlier = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    # PEFT leaves an empty card beside an adapter.
-    if earlier and CREATED not in earlier and "[More Information Needed]" not in earlier:
+    if earlier and CREATED not in earlier and not is_blank(earlier):
         raise ConfigError(f"{card} is not a card, and is not replaced.  Try: --output {target / CARD}")
     data = collect(folders)
     if not data["runs"]:
@@ -40,7 +39,7 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
         if not no_plots:
             from retrain.report.plots import write_plots, write_verdict_plot  # noqa: PLC0415  (matplotlib is an extra)
 
-            plots = write_plots(data, target, ", or --no-plots", replace=CREATED in earlier)
+            plots = write_plots(data, target, ", or --no-plots", replace=CREATED in earlier and "![" in earlier)
             plots += write_verdict_plot(data, target)
         target.mkdir(parents=True, exist_ok=True)
         card.write_text(write_card(data, plots, hub), encoding="utf-8")

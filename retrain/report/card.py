@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,11 @@ SHOWN_PLOTS = ("verdict.png", "eval_pass_at_1.png", "correct_rate.png", "mean_re
 UNKNOWN = "Unknown (not measured, too few steps, or within noise)"
 CREATED = "Created by retrain on"
 """What a card says of itself, and is recognized by."""
+# Lines that PEFT adds to the template of a card.
+_OF_PEFT = re.compile(
+    r"(base_model|library_name|pipeline_tag|tags):.*|- (base_model:.*|lora|transformers)|### Framework versions|"
+    r"- PEFT \S+|## Training procedure|The following `bitsandbytes` quantization config .*|- [a-z_0-9]+: \S+"
+)
 
 
 def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) -> str:
@@ -36,6 +42,16 @@ def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) 
         *_versions(data),
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def is_blank(text: str) -> bool:
+    """Whether a README.md is the template that PEFT leaves beside an adapter, with nothing filled in."""
+    if "[More Information Needed]" not in text:
+        return False
+    from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415  (takes 0.2 s)
+
+    template = {line.strip() for line in ModelCard.from_template(ModelCardData()).content.splitlines()}
+    return all(line.strip() in template or _OF_PEFT.fullmatch(line.strip()) for line in text.splitlines())
 
 
 def _metadata(data: JsonObject) -> list[str]:

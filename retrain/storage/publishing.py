@@ -17,6 +17,7 @@ from retrain.types import JsonObject
 RECORD = ".retrain_published.json"
 """Lists the files of the last publish, which are the only ones that the next publish may replace or delete, and says
 which run they are of."""
+README = "README.md"
 
 
 def why_kept(target: Path) -> str:
@@ -45,6 +46,7 @@ def publisher(target: Path) -> str:
 
 def publish_folder(target: Path, fill: Callable[[Path], None], run: str = "") -> None:
     """Put what `fill` writes into a folder at `target`, in place of an earlier publish; other files there stay.
+    So does a README.md that was written since, such as a card.
 
     It is written beside its place, so a kill leaves the earlier weights; what such a kill left is deleted here.
     """
@@ -54,6 +56,8 @@ def publish_folder(target: Path, fill: Callable[[Path], None], run: str = "") ->
     try:
         draft.mkdir(parents=True)
         fill(draft)
+        if (target / README).is_file() and Path(README) not in _published(target):
+            (draft / README).unlink(missing_ok=True)
         record = {"run": run, "files": sorted(map(str, _files(draft)))}
         (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
         if (target.is_dir() and _files(target) - _published(target)) or os.path.ismount(target):
@@ -112,7 +116,14 @@ def _published(target: Path) -> set[Path]:
     if not isinstance(names, list):
         return set()
     # A name that is absolute or leads out of the folder is none of its files.
-    return {Path(RECORD), *(Path(name) for name in names if isinstance(name, str))} & _files(target)
+    found = {Path(RECORD), *(Path(name) for name in names if isinstance(name, str))} & _files(target)
+    # The record was written last.
+    is_edited = Path(README) in found and _time(target / README) > _time(target / RECORD)
+    return found - {Path(README)} if is_edited else found
+
+
+def _time(path: Path) -> int:
+    return path.stat(follow_symlinks=False).st_mtime_ns
 
 
 def _read_record(target: Path) -> JsonObject:

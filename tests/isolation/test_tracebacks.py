@@ -29,6 +29,7 @@ def test_an_error_while_a_module_is_imported_is_shown_where_it_is(
         import_path(f"{name}.score", "reward")
     text = describe_error(raised.value)
     assert str(file) in text and text.endswith(shown) and "importlib" not in text
+    assert f"{file.name}', (" not in str(raised.value), "no tuple of places"
 
 
 def test_a_syntax_error_is_summarized_by_what_it_is() -> None:

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from retrain.builtin import resolve_model
 from retrain.cli import run
 
 from .folders import write_run
@@ -120,6 +123,28 @@ def test_a_readme_that_is_no_card_is_not_replaced(campaign: Path, tmp_path: Path
     assert (tmp_path / "mine" / "README.md").read_text() == "# My own notes\n"
     (tmp_path / "mine" / "README.md").write_text("# Model Card for Model ID\n\n[More Information Needed]\n")
     assert run(arguments) == 0 and run(arguments) == 0
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_blank_card_of_peft_is_replaced_until_somebody_fills_it_in(
+    campaign: Path, tmp_path: Path, quantized: bool
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin:tiny"))
+    if quantized:
+        model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "adapter")
+    card = tmp_path / "adapter" / "README.md"
+    blank = card.read_text()
+    arguments = ["card", str(campaign), "--no-plots", "--output", str(tmp_path / "adapter")]
+    for filled in (
+        blank.replace("[More Information Needed]", "By Ann.", 1),
+        blank.replace("---\n", "---\nlicense: mit\n", 1),
+        f"{blank}\nDo not use it.\n",
+    ):
+        card.write_text(filled)
+        assert run(arguments) == 2 and card.read_text() == filled
+    card.write_text(blank)
+    assert run(arguments) == 0 and card.read_text() != blank
 
 
 def test_a_model_card_begins_with_its_metadata(tmp_path: Path) -> None:

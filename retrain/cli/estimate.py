@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import Run, plan_runs
+from retrain.campaign.squeezing import check_analysis
 from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import Workload
 from retrain.capacity.plan import MemoryPlan, plan_memory
@@ -22,6 +23,7 @@ from retrain.errors import ConfigError, RetrainError
 from retrain.modeling.files import ModelFacts
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.devices import is_on_cpu, machine_memory
+from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import format_bytes, plural
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.logs import MANIFEST
@@ -80,6 +82,16 @@ def check_log_dir(config: TrainConfig) -> None:
     folder = config.campaign_folder if config.kind == "campaign" else config.logging.log_dir
     if config.kind != "squeeze" and not config.resume.from_ and folder:
         require_unoccupied(Path(folder).expanduser())
+
+
+def check_folders(config: TrainConfig, file: str) -> None:
+    """Raise for what is known of the folders of a run or campaign: to resume, to write to, and for its analysis."""
+    check_resumed(config, file)
+    check_log_dir(config)
+    folder = nearest_existing(Path(config.campaign_folder or config.logging.log_dir))
+    if config.kind != "squeeze" and not is_writable_folder(folder):
+        raise ConfigError(f"[logging] log_dir: {folder} cannot be written to.  Try: another --log-dir")
+    check_analysis(config, list_runs(config, file))
 
 
 def steps_per_run(config: TrainConfig) -> int | None:

@@ -12,7 +12,6 @@ import click
 from pydantic import BaseModel
 
 from retrain.campaign.plan import Run, find_idle, find_limits, name_conditions, runs_at_once, split_conditions
-from retrain.campaign.squeezing import check_analysis
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import check_files_of_problems, find_obstacles
@@ -23,8 +22,7 @@ from retrain.cli.estimate import (
     CACHE_IS_FREED,
     MEMORY_LABELS,
     UNKNOWN_STEPS,
-    check_log_dir,
-    check_resumed,
+    check_folders,
     estimate_time,
     find_assumptions,
     find_short_memory,
@@ -40,7 +38,6 @@ from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
 from retrain.errors import RetrainError
 from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts, why_shape_is_unknown
-from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import format_bytes, format_duration, plural
 from retrain.types import JsonObject
 
@@ -200,15 +197,9 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
     try:
         if not blockers and config.kind != "squeeze":
             check_files_of_problems(list(conditions.values()))
-        check_resumed(config, file)
-        check_log_dir(config)
-        check_analysis(config, list_runs(config, file))
+        check_folders(config, file)
     except RetrainError as error:
         blockers.append(str(error))
-    else:
-        folder = nearest_existing(Path(config.campaign_folder or config.logging.log_dir))
-        if config.kind != "squeeze" and not is_writable_folder(folder):
-            blockers.append(f"[logging] log_dir: {folder} cannot be written to.  Try: another --log-dir")
     return blockers
 
 

@@ -124,6 +124,9 @@ def test_a_process_that_is_killed_while_the_model_samples_is_started_again(
     def answer(prompt: str) -> str:
         process = own.environment._process  # type: ignore[attr-defined]
         if not killed:
+            # One that still ran would be blamed.
+            while process._liveness.running():
+                time.sleep(0.01)
             killed.extend(children_of(process._guarded.process.pid))
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)

@@ -175,7 +175,7 @@ def find_limits(runs: Sequence[Run], campaign: Campaign | None = None) -> list[s
 
 def _find_ambiguous_keys(campaign: Campaign) -> Iterator[str]:
     """Notes on keys of conditions that might mean an option of another table."""
-    for key in dict.fromkeys(key for condition in campaign.conditions for key in condition):
+    for key in dict.fromkeys(key for condition in campaign.conditions for key in condition if "." not in key):
         path = next(path for path, _ in condition_overrides({key: None}))
         option = options_by_path().get(path)
         if option is not None and name_in_condition(option) != key:

@@ -62,7 +62,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     _check_conditions(conditions, runs_here, absent_servers)
     with _rejecting_plugins():
         check_files_of_problems(list(conditions.values()))
-    check_analysis(config, runs)
+    check_analysis(config, runs, folder)
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
         check_earlier(earlier, config, runs, is_resumed)

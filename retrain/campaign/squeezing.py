@@ -12,6 +12,7 @@ from retrain.campaign.plan import Run
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError, RetrainError
 from retrain.storage.checkpoint import STATE_FILE
+from retrain.storage.logs import MANIFEST
 
 
 class FirstRunAnalysis:
@@ -26,10 +27,7 @@ class FirstRunAnalysis:
 
     def begin(self, run: Run) -> None:
         """Analyze a finished run, unless it has no adapter or one was analyzed before; that one again if extended."""
-        if self.config.squeeze is None or self.thread is not None or not run.config.model.lora_rank:
-            return
-        before = self.manifest.table.get("squeeze")
-        if before and (before["run"] != run.name or before.get("steps") == run.max_steps):
+        if self.config.squeeze is None or self.thread is not None or not is_due(run, self.manifest):
             return
         self.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         self.thread.start()
@@ -84,9 +82,20 @@ class FirstRunAnalysis:
             self.lines.append(f"Warning: logging the analysis to wandb failed: {error}")
 
 
-def check_analysis(config: TrainConfig, runs: Sequence[Run]) -> None:
-    """Raise if the analysis would fail whichever run ends first, which would only show after that run."""
-    trained = [run.config for run in runs if run.config.model.lora_rank]
+def is_due(run: Run, manifest: Manifest | None) -> bool:
+    """Whether the adapter of a run is analyzed when it ends: of one that was analyzed before, if it is extended."""
+    before = manifest.table.get("squeeze") if manifest is not None else None
+    is_next = not before or (before["run"] == run.name and before.get("steps") != run.max_steps)
+    return bool(run.config.model.lora_rank) and is_next
+
+
+def check_analysis(config: TrainConfig, runs: Sequence[Run], folder: Path) -> None:
+    """Raise if the analysis would fail whichever run ends first, which would only show after that run.
+
+    `folder` is the campaign's, which may exist.
+    """
+    manifest = Manifest.read(folder) if (folder / MANIFEST).is_file() else None
+    trained = [run.config for run in runs if is_due(run, manifest)]
     if config.squeeze is None or not trained:
         return
     # Slow to import, and only needed with a [squeeze] table.

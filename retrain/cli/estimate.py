@@ -88,10 +88,11 @@ def check_folders(config: TrainConfig, file: str) -> None:
     """Raise for what is known of the folders of a run or campaign: to resume, to write to, and for its analysis."""
     check_resumed(config, file)
     check_log_dir(config)
-    folder = nearest_existing(Path(config.campaign_folder or config.logging.log_dir))
-    if config.kind != "squeeze" and not is_writable_folder(folder):
-        raise ConfigError(f"[logging] log_dir: {folder} cannot be written to.  Try: another --log-dir")
-    check_analysis(config, list_runs(config, file))
+    folder = Path(config.campaign_folder or config.logging.log_dir).expanduser()
+    existing = nearest_existing(folder)
+    if config.kind != "squeeze" and not is_writable_folder(existing):
+        raise ConfigError(f"[logging] log_dir: {existing} cannot be written to.  Try: another --log-dir")
+    check_analysis(config, list_runs(config, file), folder)
 
 
 def steps_per_run(config: TrainConfig) -> int | None:

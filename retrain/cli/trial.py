@@ -309,7 +309,8 @@ def _try_adapter(config: TrainConfig) -> str:
 
 
 def _try_analysis(config: TrainConfig) -> str:
-    check_analysis(config, plan_runs(config, Path(config.logging.log_dir), "the campaign"))
+    folder = Path(config.campaign_folder or config.logging.log_dir).expanduser()
+    check_analysis(config, plan_runs(config, folder, "the campaign"), folder)
     return "can analyze the first run with an adapter"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.data.rows import BadRow, collect_examples, kind_of, raise_for_rows, read_file
-from retrain.errors import ConfigIssue
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -29,21 +30,44 @@ class JsonlSource:
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file with one object per line, or with one list of objects; raises ConfigError.
+    """The rows of a file with one object per line, with a list of objects, or with one object after the other.
 
-    Values are those of the file: libraries of tables read texts such as 2024-01-05 as times.
+    Values are those of the file: libraries of tables read texts such as 2024-01-05 as times. Raises ConfigError.
     """
-    content = path.read_bytes()
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     rows = list(_read_lines(content))
-    if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        found = _parse_line(content.removeprefix(codecs.BOM_UTF8))
-        parts = found if isinstance(found, list) else [found]
-        rows = [(f"object {number}", row) for number, row in enumerate(parts, start=1)]
+    if content.lstrip().startswith(b"[") or any(isinstance(row, BadRow) for _, row in rows):
+        rows = _read_values(content, path) or rows
     reasons = [(where, _why_no_object(row)) for where, row in rows]
     issues = [ConfigIssue(where, reason) for where, reason in reasons if reason]
     if issues:
         raise_for_rows(issues, str(path))
     return [row for _, row in rows if isinstance(row, dict)]
+
+
+def _read_values(content: bytes, path: Path) -> list[tuple[str, object]]:
+    """The objects of a list, or those that follow each other; empty if the file is none of these."""
+    try:
+        text = content.decode()
+        values, at = [], _skip_space(text, 0)
+        while at < len(text):
+            value, end = json.JSONDecoder().raw_decode(text, at)
+            values.append(value)
+            at = _skip_space(text, end)
+    except json.JSONDecodeError as error:
+        if not text.lstrip().startswith("["):
+            return []
+        raise ConfigError(f"{path} is not JSON ({error.msg}, line {error.lineno}, column {error.colno}).") from error
+    except (ValueError, RecursionError):
+        return []
+    found = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+    return [(f"object {number}", value) for number, value in enumerate(found, start=1)]
+
+
+def _skip_space(text: str, at: int) -> int:
+    found = re.compile(r"\s*").match(text, at)
+    assert found is not None
+    return found.end()
 
 
 def _why_no_object(row: object) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def _check_output(folder: Path, run: RunSettings) -> None:
             f"output_dir = {str(folder)!r} is the folder of model_name_or_path, which the run would replace.  "
             "Try: another folder"
         )
-    files = [name for name in MODEL_FILES if (folder / name).exists()]
+    files = [name for name in MODEL_FILES if (folder / name).exists() and not _is_of_trl(folder / name)]
     if files and not (folder / STATE_FILE).exists() and not any(folder.glob("checkpoint-*")):
         raise ConfigError(
             f"output_dir = {str(folder)!r} holds {list_some(files)} and no run: the model that is saved there would "
@@ -190,9 +191,17 @@ def _check_output(folder: Path, run: RunSettings) -> None:
         )
 
 
+def _is_of_trl(file: Path) -> bool:
+    """Whether this is the card of an interrupted run whose checkpoints were deleted."""
+    return file.name == "README.md" and "generated_from_trainer" in file.read_text(encoding="utf-8", errors="replace")
+
+
 def _check_trackers(given: str | list[str] | None) -> None:
     names = [given] if isinstance(given, str) else given or []
     for name in names:
+        close = get_close_matches(name, _TRACKERS, n=1)
+        if close and name not in _TRACKERS:
+            raise ConfigError(f"report_to = {name!r} is no tracker.  Did you mean {close[0]}?")
         packages = _TRACKERS.get(name, ())
         if packages and not any(map(find_spec, packages)):
             raise ConfigError(

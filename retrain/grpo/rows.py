@@ -87,9 +87,19 @@ def _find_json(path: Path, split: str) -> Path | None:
     """The only file of a split with JSON, if there is one; other folders are left to `datasets`."""
     if path.is_file():
         return path if FILES.get(path.suffix) == "json" else None
-    inside = [*path.rglob(f"*{split}*"), *path.glob("README.md")] if path.is_dir() and split.isalpha() else []
+    if not path.is_dir() or not split.isalpha() or _has_configs(path / "README.md"):
+        return None
+    inside = [*path.glob(f"*{split}*"), *path.glob(f"data/*{split}*")]
     is_json = len(inside) == 1 and inside[0].stem == split and FILES.get(inside[0].suffix) == "json"
     return inside[0] if is_json else None
+
+
+def _has_configs(card: Path) -> bool:
+    """Whether a dataset's card says which files are of which split."""
+    try:
+        return "configs:" in card.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 def _read_json(path: Path) -> list[Row]:
@@ -98,8 +108,31 @@ def _read_json(path: Path) -> list[Row]:
         rows = read_objects(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    columns = dict.fromkeys(column for row in rows for column in row)
-    return [{column: row.get(column) for column in columns} for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = [_as_column([row.get(name) for row in rows]) for name in names]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _as_column(values: list[Any]) -> list[Any]:
+    """Values that a column can hold; whole numbers that would not fit or not stay exact become text."""
+    largest = 2**53 if any(isinstance(value, float) for value in values) else 2**63 - 1
+    if all(not isinstance(value, int) or abs(value) <= largest for value in values):
+        return values
+    return [text_of(value) if isinstance(value, int | float) else value for value in values]
+
+
+def to_dataset(rows: Sequence[Row]) -> Dataset:
+    """The rows as a dataset; an error names the column that has no type."""
+    try:
+        return Dataset.from_list(list(rows))
+    except (ValueError, TypeError, ArithmeticError) as error:
+        for name in rows[0]:
+            try:
+                Dataset.from_dict({name: [row.get(name) for row in rows]})
+            except (ValueError, TypeError, ArithmeticError) as reason:
+                text = " ".join(str(reason).split())
+                raise ConfigError(f"the column {name!r} of the dataset cannot be used: {text}") from error
+        raise
 
 
 def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, rewards: Sequence[str]) -> Row:
@@ -107,7 +140,9 @@ def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, rewards: Se
     answer = _pick(row, run.answer_column, ANSWERS, number, bool(run.answer_column) or bool(rewards))
     # A plugin takes any answer, as its text.
     if not {"match", "math"}.isdisjoint(rewards) and not _has_text(row[answer]):
-        raise ConfigError(f"row {number} has {kind_of(row[answer])} in {answer!r}, where text or a number belongs.")
+        hint = "  Try: name its JSON file itself, or write it as text" if isinstance(row[answer], datetime) else ""
+        text = f"row {number} has {kind_of(row[answer])} in {answer!r}, where text or a number belongs.{hint}"
+        raise ConfigError(text)
     columns = {key: value for key, value in row.items() if key not in (prompt, answer)}
     if run.keep_columns is not None:
         missing = [name for name in run.keep_columns if name not in row]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import trl
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
     AutoTokenizer,
@@ -30,7 +29,7 @@ from retrain.errors import ConfigError
 from retrain.grpo.checks import choose_checkpoint, read_history
 from retrain.grpo.config import GRPOConfig, rename_dtype
 from retrain.grpo.rewards import NamedReward, load_rewards
-from retrain.grpo.rows import load_rows
+from retrain.grpo.rows import load_rows, to_dataset
 from retrain.grpo.settings import RunSettings, read_settings
 from retrain.grpo.trainer import GRPOTrainer
 from retrain.modeling.tokens import explain_missing_model
@@ -157,8 +156,8 @@ def build_trainer(settings: Mapping[str, Any]) -> Any:
         return (trl.SFTTrainer if is_sft else GRPOTrainer)(
             model=resolve_model(run.model_name_or_path),
             args=args,
-            train_dataset=Dataset.from_list(train_rows),
-            eval_dataset=Dataset.from_list(held_out) if held_out else None,
+            train_dataset=to_dataset(train_rows),
+            eval_dataset=to_dataset(held_out) if held_out else None,
             processing_class=load_tokenizer(run),
             peft_config=read_lora(run),
             **more,

@@ -17,11 +17,10 @@ SHOWN_PLOTS = ("verdict.png", "eval_pass_at_1.png", "correct_rate.png", "mean_re
 UNKNOWN = "Unknown (not measured, too few steps, or within noise)"
 CREATED = "Created by retrain on"
 """What a card says of itself, and is recognized by."""
-# Lines that PEFT adds to the template of a card.
-_OF_PEFT = re.compile(
-    r"(base_model|library_name|pipeline_tag|tags):.*|- (base_model:.*|lora|transformers)|### Framework versions|"
-    r"- PEFT \S+|## Training procedure|The following `bitsandbytes` quantization config .*|- [a-z_0-9]+: \S+"
-)
+# What PEFT adds to the template of a card.
+_METADATA = r"\A---\n((base_model|library_name|pipeline_tag|tags):.*\n|- (base_model:.*|lora|transformers)\n)*---\n"
+_QUANTIZATION = r"The following `bitsandbytes` quantization config was used during training:\n(- [a-z0-9_]+: .*\n)*"
+_HEADINGS = re.compile(r"## Training procedure|### Framework versions|- PEFT \S+")
 
 
 def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) -> str:
@@ -51,7 +50,8 @@ def is_blank(text: str) -> bool:
     from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415  (takes 0.2 s)
 
     template = {line.strip() for line in ModelCard.from_template(ModelCardData()).content.splitlines()}
-    return all(line.strip() in template or _OF_PEFT.fullmatch(line.strip()) for line in text.splitlines())
+    rest = re.sub(_QUANTIZATION, "", re.sub(_METADATA, "", text))
+    return all(line.strip() in template or _HEADINGS.fullmatch(line.strip()) for line in rest.splitlines())
 
 
 def _metadata(data: JsonObject) -> list[str]:

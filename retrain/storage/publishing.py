@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -46,7 +47,7 @@ def publisher(target: Path) -> str:
 
 def publish_folder(target: Path, fill: Callable[[Path], None], run: str = "") -> None:
     """Put what `fill` writes into a folder at `target`, in place of an earlier publish; other files there stay.
-    So does a README.md that was written since, such as a card.
+    A README.md that was written since, such as a card, describes other weights: it becomes README.1.md.
 
     It is written beside its place, so a kill leaves the earlier weights; what such a kill left is deleted here.
     """
@@ -56,8 +57,8 @@ def publish_folder(target: Path, fill: Callable[[Path], None], run: str = "") ->
     try:
         draft.mkdir(parents=True)
         fill(draft)
-        if (target / README).is_file() and Path(README) not in _published(target):
-            (draft / README).unlink(missing_ok=True)
+        if (draft / README).is_file() and (target / README).is_file() and _is_edited(target):
+            os.rename(target / README, _free_name(target))
         record = {"run": run, "files": sorted(map(str, _files(draft)))}
         (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
         if (target.is_dir() and _files(target) - _published(target)) or os.path.ismount(target):
@@ -116,14 +117,19 @@ def _published(target: Path) -> set[Path]:
     if not isinstance(names, list):
         return set()
     # A name that is absolute or leads out of the folder is none of its files.
-    found = {Path(RECORD), *(Path(name) for name in names if isinstance(name, str))} & _files(target)
-    # The record was written last.
-    is_edited = Path(README) in found and _time(target / README) > _time(target / RECORD)
-    return found - {Path(README)} if is_edited else found
+    return {Path(RECORD), *(Path(name) for name in names if isinstance(name, str))} & _files(target)
 
 
-def _time(path: Path) -> int:
-    return path.stat(follow_symlinks=False).st_mtime_ns
+def _is_edited(target: Path) -> bool:
+    """Whether the README.md of a folder is not that of the last publish, whose record was written after it."""
+    if Path(README) not in _published(target):
+        return True
+    return (target / README).stat().st_mtime_ns > (target / RECORD).stat().st_mtime_ns
+
+
+def _free_name(target: Path) -> Path:
+    names = (target / f"README.{number}.md" for number in itertools.count(1))
+    return next(path for path in names if not path.exists())
 
 
 def _read_record(target: Path) -> JsonObject:

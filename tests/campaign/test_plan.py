@@ -262,6 +262,9 @@ def test_conditions_that_are_the_same_run_are_refused(tmp_path: Path) -> None:
         ("temperatur", "temperature"),
         ("learning_rate", "lr"),
         ("gtpo.betaa", "gtpo = { beta = ... }"),
+        ("optimizer.lr", "lr"),
+        ("training.warmup_steps", "optimizer = { warmup_steps = ... }"),
+        ("environment.max_tokens", "max_tokens"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_option_meant(tmp_path: Path, key: str, meant: str) -> None:
@@ -276,5 +279,11 @@ def test_a_key_that_might_mean_another_option_is_noted(tmp_path: Path) -> None:
         return [note for note in find_limits(planned(config), config.campaign) if "in conditions sets" in note]
 
     assert notes_on({"beta": 0.3}) == ["beta in conditions sets [kl] beta; to set another: gtpo = { beta = ... }"]
-    for clear in ({"kl": {"beta": 0.3}}, {"temperature": 0.5}, {"lr": 1e-4}, {"model": "builtin:tiny"}):
+    for clear in (
+        {"kl": {"beta": 0.3}},
+        {"kl.beta": 0.3},
+        {"temperature": 0.5},
+        {"lr": 1e-4},
+        {"model": "builtin:tiny"},
+    ):
         assert notes_on(clear) == []

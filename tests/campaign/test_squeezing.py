@@ -75,7 +75,20 @@ def test_an_analysis_that_would_fail_is_refused_before_the_first_run(
 def test_ranks_that_one_of_the_conditions_has_are_not_refused(tmp_path: Path) -> None:
     conditions = [{**GRPO, "lora_rank": 4}, {**MAXRL, "lora_rank": 8}]
     config = campaign_config(tmp_path / "c", {"squeeze": {"source_rank": 4}}, seeds=[1], conditions=conditions)
-    check_analysis(config, planned(config))
+    check_analysis(config, planned(config), tmp_path / "c")
+
+
+def test_a_campaign_whose_analysis_is_done_needs_no_folder_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {"squeeze": {"output_path": str(tmp_path / "small")}, "model": {"lora_rank": 8}}
+    config = campaign_config(tmp_path / "c", tables, seeds=[1])
+    run_with(FakeExecutor(with_adapter), config, monkeypatch)
+    (tmp_path / "small" / ".retrain_published.json").unlink()
+    assert run_with(FakeExecutor(with_adapter), campaign_config(tmp_path / "c", tables), monkeypatch) == 0
+    longer = campaign_config(tmp_path / "c", tables, max_steps=6)
+    with pytest.raises(ConfigError, match="without retrain's record of a compression"):
+        run_with(FakeExecutor(with_adapter), longer, monkeypatch)
 
 
 def test_an_analysis_that_was_interrupted_is_done_by_a_resume(

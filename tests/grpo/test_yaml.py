@@ -25,7 +25,7 @@ from retrain.grpo import GRPOConfig, settings
 from retrain.grpo.checks import check_before_loading, locked
 from retrain.grpo.compose import compose_settings, flatten
 from retrain.grpo.rewards import NamedReward, load_rewards
-from retrain.grpo.rows import load_rows
+from retrain.grpo.rows import load_rows, to_dataset
 from retrain.grpo.run import build_trainer, describe_change
 from retrain.grpo.settings import RunSettings, find_unused, read_arguments, read_settings
 from tests.cases import slow
@@ -565,6 +565,7 @@ def test_a_time_is_no_answer_to_compare_with(monkeypatch: pytest.MonkeyPatch) ->
         (b'{"prompt": "gr\xf6\xdfe?", "answer": 4}\n', r"invalid row:\n  line 1 is not UTF-8 \(byte 15\)"),
         (b'{"prompt": "a"\n', "line 1 is not JSON"),
         (b"[1, 2]", "object 1 is a number, not an object with fields"),
+        (b'[{"prompt": "a"},\n {"prompt": "b"}\n {"prompt": "c"}]', r"is not JSON \(.*delimiter, line 3, column 2\)"),
         (b'"a"\n', "line 1 is a text, not an object with fields"),
         (b'{"prompt": "a", "answer": null}\n', r"rows\.jsonl'.*: row 0 has an empty answer"),
     ],
@@ -606,6 +607,7 @@ def test_every_loss_of_trl_is_taken() -> None:
         ({"report_to": "clearml"}, "report_to = 'clearml' needs the package clearml, which is not installed"),
         ({"report_to": ["flyte"]}, "report_to = 'flyte' needs the package flytekit"),
         ({"report_to": "all"}, "report_to = 'all' needs a key of wandb"),
+        ({"report_to": "tensorbord"}, "report_to = 'tensorbord' is no tracker.  Did you mean tensorboard?"),
         ({"learning_rate": -1.0}, "learning_rate must be at least 0, got -1.0"),
     ],
 )
@@ -645,12 +647,14 @@ def test_evaluating_what_is_trained_on_is_noted() -> None:
         (["rows.jsonl"], False),
         (["README.md", "trainer_state.json"], False),
         (["README.md", "checkpoint-2/trainer_state.json"], False),
+        (["README.md of TRL"], False),
     ],
 )
 def test_files_that_no_run_wrote_are_not_replaced(tmp_path: Path, files: list[str], is_refused: bool) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
+        path = tmp_path / name.removesuffix(" of TRL")
+        path.write_text("mine" if "TRL" not in name else "tags:\n- generated_from_trainer\n")
     run = RunSettings(model_name_or_path="builtin:tiny", dataset_id_or_path="arithmetic", reward_funcs="match")
     problem = rf"output_dir = .* holds {re.escape(files[0])} and no run: .*  Try: another folder"
     with pytest.raises(ConfigError, match=problem) if is_refused else contextlib.nullcontext():
@@ -665,3 +669,42 @@ def test_the_model_is_not_replaced_by_what_is_trained(tmp_path: Path, monkeypatc
     for folder in ("mine", "./mine/", "link"):
         with pytest.raises(ConfigError, match="is the folder of model_name_or_path, which the run would replace"):
             check_before_loading(run, {"output_dir": folder}, print)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": "a",\n "answer": 1}\n{"prompt": "b",\n "answer": 2}\n',
+        '{"prompt": "a", "answer": 1} {"prompt": "b", "answer": 2}',
+        '[{"prompt": "a", "answer": 1},\n\n{"prompt": "b", "answer": 2}]\n',
+    ],
+)
+def test_objects_may_follow_each_other_in_any_layout(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    rows = load_rows(RunSettings(dataset_id_or_path=str(tmp_path / "rows.json"), reward_funcs="match"), "train", None)
+    assert [row["answer"] for row in rows] == [1, 2]
+
+
+def test_whole_numbers_that_no_column_holds_stay_exact(tmp_path: Path) -> None:
+    numbers = [{"prompt": "a", "answer": 2**64 - 1, "n": 2**53 + 1}, {"prompt": "b", "answer": 3, "n": 2.5}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbers))
+    run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.jsonl"), reward_funcs="match")
+    dataset = to_dataset(load_rows(run, "train", None))
+    assert list(dataset["answer"]) == ["18446744073709551615", "3"]
+    assert list(dataset["n"]) == ["9007199254740993", "2.5"]
+
+
+def test_a_column_without_a_type_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"the column 'meta' of the dataset cannot be used: .*too large"):
+        to_dataset([{"prompt": "a", "meta": [2**70]}])
+
+
+def test_a_folder_with_a_card_keeps_its_texts_unless_the_card_says_which_files_are_meant(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "2024-01-05"}\n')
+    (tmp_path / "README.md").write_text("# My rows\n")
+    run = RunSettings(dataset_id_or_path=str(tmp_path), reward_funcs="match")
+    assert load_rows(run, "train", None)[0]["answer"] == "2024-01-05"
+    configs = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: other.jsonl\n"
+    (tmp_path / "README.md").write_text(f"---\n{configs}---\n")
+    (tmp_path / "other.jsonl").write_text('{"prompt": "b", "answer": "x"}\n')
+    assert load_rows(run, "train", None)[0]["answer"] == "x"

@@ -140,6 +140,8 @@ def test_the_blank_card_of_peft_is_replaced_until_somebody_fills_it_in(
         blank.replace("[More Information Needed]", "By Ann.", 1),
         blank.replace("---\n", "---\nlicense: mit\n", 1),
         f"{blank}\nDo not use it.\n",
+        f"{blank}\n- accuracy: 0.83\n",
+        blank.replace("### Results\n", "### Results\n- gsm8k: 61.2%\n"),
     ):
         card.write_text(filled)
         assert run(arguments) == 2 and card.read_text() == filled

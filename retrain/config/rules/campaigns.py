@@ -44,11 +44,15 @@ def check_conditions(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def _find_meant(path: str) -> Option | None:
-    """The option that a key of a condition may stand for."""
+    """The option that a key of a condition may stand for: of this name, then a similar one, first in its table."""
     table, _, key = path[:60].rpartition(".")
-    options = [option for option in all_options() if option.section == table] or all_options()
-    close = get_close_matches(key, [option.key for option in options], n=1)
-    return find_synonym(path) or next((option for option in options if [option.key] == close), None)
+    options = [option for option in all_options() if option.facets.per_condition is not False]
+    synonym = find_synonym(path)
+    candidates = [option for option in options if option.key == key or option == synonym]
+    for some in ([option for option in options if option.section == table], options):
+        close = get_close_matches(key, [option.key for option in some], n=1)
+        candidates += [option for option in some if [option.key] == close]
+    return candidates[0] if candidates else None
 
 
 def check_campaign(config: TrainConfig) -> Iterator[ConfigIssue]:

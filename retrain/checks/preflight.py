@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import threading
 import urllib.error
@@ -137,6 +138,10 @@ def find_missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
     elif found == "folder" and (lacking := find_lacking_files(files)):
         text = f"= {json.dumps(name)} is incomplete: its index names {list_some(lacking)}."
         yield ConfigIssue(where, text, "Try: copy or download it again")
+    elif found == "file":
+        how = f'retrain import-gguf {shlex.quote(name)} FOLDER, and {key} = "FOLDER"' if name.endswith(".gguf") else ""
+        hint = f"Try: {how or 'the folder that holds it'}"
+        yield ConfigIssue(where, f"= {json.dumps(name)} is a file, not the folder of a model.", hint)
     elif found == "missing":
         yield ConfigIssue(where, f"= {json.dumps(name)}: no such folder.", f'Try: {key} = "path/to/model", or a Hub id')
     elif found == "download" and is_offline() and not _is_partly_cached(name):

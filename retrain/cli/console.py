@@ -120,7 +120,7 @@ def confirm_overwrite(path: Path, force: bool) -> None:
     if force or not path.exists():
         return
     if not can_ask():
-        raise ConfigError(f"{path} exists and was not changed.  Try: another file name, or --force to replace it.")
+        raise ConfigError(f"{path} exists and was not changed.  Try: another name, or --force to replace it.")
     if not click.confirm(f"{path} exists. Replace it?", default=False):
         raise ConfigError(f"{path} was not changed.")
 

@@ -283,7 +283,7 @@ def _check_model(name: str, reads: bool, what: str = "model", where: str = "[mod
     files = find_model(name)
     finders = (find_missing_model, *((find_missing_weights,) if reads else ()), find_damaged_weights)
     broken = next((issue for find in finders for issue in find(where, name)), None)
-    if broken is not None and files.folder is not None:
+    if broken is not None and (files.folder is not None or files.found == "file"):
         return Check("files", what, "missing", broken.text.removeprefix("= "), broken.hint.removeprefix("Try: "))
     if files.found == "cache" and reads and (lacking := find_lacking_files(files)) and not is_offline():
         text, fix = f"{name} is incomplete in the cache: it lacks {list_some(lacking)}", f"hf download {name}"

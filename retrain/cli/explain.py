@@ -48,6 +48,7 @@ _FOUND = {
     "cache": "in the Hugging Face cache",
     "download": "not on this machine; {what} will be downloaded (`retrain doctor` tries it)",
     "missing": "MISSING",
+    "file": "a file, not a folder",
 }
 _DEVICES = {"auto": "a GPU, or the CPU where there is none"}
 _RUN_FILES = (

@@ -93,7 +93,7 @@ class Ranks:
             # Before rank 0 handles signals, they end it.
             click.echo("Interrupted.", err=True)
             code = INTERRUPTED
-        elif code is not None and code < 0:
+        elif code is not None and code < 0 and not terminated:
             click.echo(f"error: rank 0 was ended by {signal.Signals(-code).name}.", err=True)
         self.end(0.0 if code is None else _PATIENCE_AFTER_FAILURE_S if code else TERMINATE_AFTER_S)
         return code if code is not None and code >= 0 and not terminated else 1

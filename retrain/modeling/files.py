@@ -45,7 +45,7 @@ class ModelFiles:
     """Location of a model's files. `download`: not on this machine, possibly a Hugging Face id."""
 
     name: str
-    found: Literal["builtin", "folder", "cache", "download", "missing"]
+    found: Literal["builtin", "folder", "cache", "download", "missing", "file"]
     folder: Path | None = None
 
 
@@ -70,6 +70,8 @@ def find_model(name: str) -> ModelFiles:
     local = Path(name).expanduser()
     if local.is_dir():
         return ModelFiles(name, "folder", local)
+    if local.is_file():
+        return ModelFiles(name, "file")
     if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         return ModelFiles(name, "missing")
     cached = hub_cache() / f"models--{name.replace('/', '--')}"
@@ -127,6 +129,8 @@ def why_shape_is_unknown(files: ModelFiles) -> str:
     path, settings = _find_settings(files), _read_text_settings(files)
     if files.found == "missing":
         return f"there is no folder {files.name}"
+    if files.found == "file":
+        return f"{files.name} is a file, not a folder"
     if not path.is_file():
         if files.folder is not None:
             return f"{files.name} has no config.json"

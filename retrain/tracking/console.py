@@ -51,6 +51,8 @@ class Console:
         self.unreached = 0.0
         """Steps in which some reward was positive and none has ever reached correct_from."""
         self.shown_at = time.monotonic()
+        self.faster_scoring = "raise [reward] workers"
+        """What to do about slow scoring."""
 
     def print(self, line: str) -> None:
         """Print a line; replaces the progress line."""
@@ -76,6 +78,7 @@ class Console:
 
     def start(self, config: TrainConfig) -> None:
         """Set the number of steps. Components print their own start-up lines."""
+        self.faster_scoring = advise_on_scoring(config)
         self.expect(config.training.max_steps)
 
     def expect(self, steps: int) -> None:
@@ -93,10 +96,8 @@ class Console:
             self.print(line)
         if scoring_share(metrics) >= SLOW_SCORING:
             hangs = any(score.outcome == "timeout" for group in groups for score in group.scores_G)
-            remedy = "raise [reward] workers (a judge: judge_concurrency; shown once)"
-            limit = "some of it takes longer than [reward] timeout_s (a judge: judge_timeout_s; shown once)"
-            cause = limit if hangs else remedy
-            self.print_once(f"  scoring holds up the step: {cause}")
+            limit = "some of it takes longer than [reward] timeout_s (a judge: judge_timeout_s)"
+            self.print_once(f"  scoring holds up the step: {limit if hangs else self.faster_scoring} (shown once)")
         self._explain_correct_from(metrics, groups)
         if metrics["num_datums"] == 0:
             scored = metrics["mean_reward"] is not None
@@ -214,6 +215,17 @@ def health_lines(metrics: StepMetrics) -> list[str]:
             f"to {float(metrics['rows_mismatch_max'] or 0):.3g} from the trainer's"
         )
     return lines
+
+
+def advise_on_scoring(config: TrainConfig) -> str:
+    """What could make the scoring of a run faster."""
+    types = {term.type for term in config.reward.terms} or {config.reward.type}
+    if "judge" not in types:
+        return "raise [reward] workers"
+    others = ", or workers for the other rewards" if len(types) > 1 else ""
+    if config.reward.judge_concurrency < config.training.batch_size * config.training.group_size:
+        return f"raise [reward] judge_concurrency, unless the judge limits its rate{others}"
+    return f"all requests to the judge are sent at once, so its speed or its rate limit decides{others}"
 
 
 def scoring_share(metrics: StepMetrics) -> float:

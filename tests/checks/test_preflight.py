@@ -85,6 +85,7 @@ def test_a_sound_configuration_passes_without_a_word(folder: Path) -> None:
     [
         ({"model__model": "./nowhere"}, '[model] model = "./nowhere": no such folder.'),
         ({"model__model": "a/b/c"}, '[model] model = "a/b/c": no such folder.'),
+        ({"model__model": __file__}, "is a file, not the folder of a model.  Try: the folder that holds it"),
         ({"model__model": "models/"}, '[model] model = "models/": no such folder.'),
         ({"backend__devices": "cpu", "inference__dtype": "fp8"}, '[inference] dtype = "fp8" needs a GPU.'),
         (

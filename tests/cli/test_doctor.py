@@ -446,6 +446,11 @@ def test_every_condition_of_a_campaign_is_checked(capsys: pytest.CaptureFixture[
     _write(f'{base}{first}[[campaign.conditions]]\nmodel = "./absent"\n')
     code, checks = _examine(capsys)
     assert code == 1 and checks["model"]["detail"] == "no such folder: ./absent"
+    Path("tiny.gguf").write_bytes(b"GGUF")
+    _write(f'{base}{first}[[campaign.conditions]]\nmodel = "tiny.gguf"\n')
+    code, checks = _examine(capsys)
+    assert code == 1 and "is a file, not the folder of a model" in checks["model"]["detail"]
+    assert checks["model"]["fix"] == 'retrain import-gguf tiny.gguf FOLDER, and model = "FOLDER"'
     _write(f'{base}{first}[[campaign.conditions]]\nreward = {{ type = "judge" }}\n')
     code, checks = _examine(capsys)
     assert code == 1 and checks["OPENAI_API_KEY"]["status"] == "missing"

@@ -238,6 +238,10 @@ def test_an_install_that_fails_is_quoted(bin_folder: Path) -> None:
     put_command(bin_folder, "prime", "echo not found on the hub >&2; exit 4")
     with pytest.raises(ConfigError, match="prime env install a/b failed with exit code 4: not found on the hub"):
         build("a/b", auto_install=True)
+    # As through uv, whose progress comes on the other stream.
+    put_command(bin_folder, "prime", "echo Installed 49 packages >&2; echo ConnectError: no address; exit 1")
+    with pytest.raises(ConfigError, match="exit code 1: Installed 49 packages; ConnectError: no address"):
+        build("a/b", auto_install=True)
 
 
 def test_an_install_that_brings_no_module_is_an_error(bin_folder: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from retrain.campaign.plan import plan_runs
-from retrain.config import TrainConfig, load_config
+from retrain.config import TrainConfig, build_config, load_config
 from retrain.errors import CheckpointError, ConfigError, MissingExtraError
 from retrain.rewards.weighted import WeightedScore
 from retrain.storage.logs import DEBUG, FILES, GENERATIONS, cut_logs, restore_logs
@@ -118,6 +118,25 @@ def test_right_answers_that_a_penalty_makes_wrong_are_explained_although_the_mea
             console.log(0, METRICS | {"correct_rate": 0.0, "mean_reward": -0.5}, groups)
         said.append("no reward has reached [reward] correct_from" in stream.getvalue())
     assert said == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("reward", "advice"),
+    [
+        ({}, "raise [reward] workers (shown once)"),
+        (
+            {"type": "judge"},
+            "all requests to the judge are sent at once, so its speed or its rate limit decides (shown",
+        ),
+        ({"type": "judge", "judge_concurrency": 2}, "raise [reward] judge_concurrency, unless the judge limits its"),
+    ],
+)
+def test_slow_scoring_is_explained_by_what_decides_its_speed(reward: dict[str, Any], advice: str) -> None:
+    stream = StringIO()
+    console = Console(stream)
+    console.start(build_config({"training": {"batch_size": 2, "group_size": 4}, "reward": reward}, {}, "a.toml"))
+    console.log(0, METRICS | {"score_time_s": 11.3, "step_time_s": 45.2}, [group()])
+    assert f"scoring holds up the step: {advice}" in stream.getvalue()
 
 
 def test_where_rewards_hang_more_workers_are_not_suggested() -> None:

@@ -12,8 +12,10 @@ import sys
 
 from retrain.environments import Log
 from retrain.errors import ConfigError
+from retrain.isolation.redaction import redact
 
 _LIMIT_S = 900
+_SHOWN_LINES = 8
 
 
 def install_environment(id: str, log: Log) -> None:
@@ -32,8 +34,10 @@ def install_environment(id: str, log: Log) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{' '.join(command)} did not finish: {error}") from error
     if done.returncode != 0:
-        message = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise ConfigError(f"{' '.join(command)} failed with exit code {done.returncode}: {message}")
+        # It prints what is wrong on either; uv prints its progress on stderr.
+        lines = [line for text in (done.stderr, done.stdout) for line in text.strip().splitlines()[-_SHOWN_LINES:]]
+        shown = redact("; ".join(line.strip() for line in lines if line.strip())) or "no output"
+        raise ConfigError(f"{' '.join(command)} failed with exit code {done.returncode}: {shown}")
 
 
 def _prime() -> list[str]:

@@ -40,6 +40,11 @@ SHARED_WITH_DEEPSPEED = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "max_grad_norm": "ACCELERATE_GRADIENT_CLIPPING",
 }
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
+)
+"""Prompts as in TOML runs with a tokenizer without a chat template; answers of demonstrations end."""
 
 
 class SharedCheckpoints(TrainerCallback):  # type: ignore[misc]
@@ -61,6 +66,8 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     say = log if trainer.accelerator.is_main_process else lambda line: None
     label = settings.get("name") or settings["model_name_or_path"]
     say(f"{label} on {settings['dataset_id_or_path']}: {len(trainer.train_dataset)} prompts")
+    if PLAIN_TEMPLATE in str(trainer.processing_class.chat_template):
+        say("Warning: the tokenizer has no chat template; prompts are given to the model as plain text.")
     is_resumable = any(Path(args.output_dir).glob("checkpoint-*"))
     if not args.resume_from_checkpoint and (is_resumable or (Path(args.output_dir) / TRAINER_STATE_NAME).exists()):
         resume = "resume_from_checkpoint=true to continue it, or " if is_resumable else ""
@@ -153,12 +160,16 @@ def build_trainer(settings: Mapping[str, Any]) -> Any:
         args = (trl.SFTConfig if is_sft else GRPOConfig)(**_complete(arguments, run))
         train_rows = load_rows(run, run.train_split or "train", run.max_train_examples, is_sft)
         held_out = load_rows(run, run.val_split, run.max_val_examples, is_sft) if run.val_split else []
+        tokenizer = load_tokenizer(run)
+        # SFT of `text` needs no template, and may name one.
+        if not tokenizer.chat_template and "prompt" in train_rows[0] and not arguments.get("chat_template_path"):
+            tokenizer.chat_template = plain_template(tokenizer)
         return (trl.SFTTrainer if is_sft else GRPOTrainer)(
             model=resolve_model(run.model_name_or_path),
             args=args,
             train_dataset=to_dataset(train_rows),
             eval_dataset=to_dataset(held_out) if held_out else None,
-            processing_class=load_tokenizer(run),
+            processing_class=tokenizer,
             peft_config=read_lora(run),
             **more,
         )
@@ -206,6 +217,12 @@ def read_lora(run: RunSettings) -> LoraConfig | None:
         target_modules=run.lora_target_modules,
         task_type="CAUSAL_LM",
     )
+
+
+def plain_template(tokenizer: Any) -> str:
+    """The plain template, after a first token if the tokenizer begins every text with it."""
+    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
 
 
 def load_tokenizer(run: RunSettings) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import trl
 import yaml
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from retrain.builtin import resolve_model
 from retrain.cli import run
@@ -26,8 +28,10 @@ from retrain.grpo.checks import check_before_loading, locked
 from retrain.grpo.compose import compose_settings, flatten
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows, to_dataset
-from retrain.grpo.run import build_trainer, describe_change
+from retrain.grpo.run import build_trainer, describe_change, plain_template
 from retrain.grpo.settings import RunSettings, find_unused, read_arguments, read_settings
+from retrain.modeling.tokens import PromptEncoder
+from retrain.types import Example
 from tests.cases import slow
 
 
@@ -708,3 +712,34 @@ def test_a_folder_with_a_card_keeps_its_texts_unless_the_card_says_which_files_a
     (tmp_path / "README.md").write_text(f"---\n{configs}---\n")
     (tmp_path / "other.jsonl").write_text('{"prompt": "b", "answer": "x"}\n')
     assert load_rows(run, "train", None)[0]["answer"] == "x"
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_tokenizer_without_a_template_gives_the_prompts_of_a_toml_run(tmp_path: Path, begins: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin:tiny"))
+    tokenizer.chat_template = None
+    if begins:
+        tokenizer.bos_token = tokenizer.eos_token
+        first = TemplateProcessing(single="<s> $A".replace("<s>", tokenizer.bos_token), special_tokens=[
+            (tokenizer.bos_token, tokenizer.bos_token_id)
+        ])  # fmt: skip
+        tokenizer.backend_tokenizer.post_processor = first
+    wanted = PromptEncoder(tokenizer, "Add.", 0, lambda line: None).encode(Example("1+2=?", "3", "a"))
+    tokenizer.chat_template = plain_template(tokenizer)
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2=?"}]
+    given = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert given == wanted.tolist() and (given[0] == tokenizer.bos_token_id) == begins
+    answered = [*asked, {"role": "assistant", "content": "3"}]
+    assert tokenizer.apply_chat_template(answered, return_dict=False)[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_a_model_without_a_chat_template_trains(configs: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    shutil.copytree(resolve_model("builtin:tiny"), "base", ignore=shutil.ignore_patterns("chat_template*"))
+    (Path("rows.jsonl")).write_text('{"prompt": "2+3=?", "answer": "5"}\n' * 16)
+    file = {"grpo": "tiny", "sft": "teacher_sft"}[kind]
+    words = ["model_name_or_path=./base", "dataset_id_or_path=rows.jsonl", "max_steps=1", "val_split=null"]
+    words += ["max_val_examples=null", "output_dir=out", "max_train_examples=null", "eval_strategy=no"]
+    assert run(["grpo", f"configs/run/{file}.yaml", *words]) == 0, capsys.readouterr().err
+    assert "the tokenizer has no chat template; prompts are given to the model as plain text" in capsys.readouterr().out

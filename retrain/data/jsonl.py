@@ -37,7 +37,8 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     rows = list(_read_lines(content))
     if content.lstrip().startswith(b"[") or any(isinstance(row, BadRow) for _, row in rows):
-        rows = _read_values(content, path) or rows
+        values = _read_values(content, path)
+        rows = rows if values is None else values
     reasons = [(where, _why_no_object(row)) for where, row in rows]
     issues = [ConfigIssue(where, reason) for where, reason in reasons if reason]
     if issues:
@@ -45,8 +46,8 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in rows if isinstance(row, dict)]
 
 
-def _read_values(content: bytes, path: Path) -> list[tuple[str, object]]:
-    """The objects of a list, or those that follow each other; empty if the file is none of these."""
+def _read_values(content: bytes, path: Path) -> list[tuple[str, object]] | None:
+    """The objects of a list, or those that follow each other; None if the file is none of these."""
     try:
         text = content.decode()
         values, at = [], _skip_space(text, 0)
@@ -56,10 +57,10 @@ def _read_values(content: bytes, path: Path) -> list[tuple[str, object]]:
             at = _skip_space(text, end)
     except json.JSONDecodeError as error:
         if not text.lstrip().startswith("["):
-            return []
+            return None
         raise ConfigError(f"{path} is not JSON ({error.msg}, line {error.lineno}, column {error.colno}).") from error
     except (ValueError, RecursionError):
-        return []
+        return None
     found = values[0] if len(values) == 1 and isinstance(values[0], list) else values
     return [(f"object {number}", value) for number, value in enumerate(found, start=1)]
 

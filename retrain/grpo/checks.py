@@ -193,7 +193,11 @@ def _check_output(folder: Path, run: RunSettings) -> None:
 
 def _is_of_trl(file: Path) -> bool:
     """Whether this is the card of an interrupted run whose checkpoints were deleted."""
-    return file.name == "README.md" and "generated_from_trainer" in file.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace") if file.name == "README.md" else ""
+    except OSError:
+        return False
+    return "generated_from_trainer" in text
 
 
 def _check_trackers(given: str | list[str] | None) -> None:

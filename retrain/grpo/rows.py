@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
@@ -18,6 +22,7 @@ from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS, kind_of
 from retrain.errors import ConfigError
 from retrain.grpo.rewards import NamedReward, load_rewards, text_of
 from retrain.grpo.settings import FILES, OWN_SETS, RunSettings
+from retrain.runtime.text import plural
 
 PROMPTS = (*PROMPT_FIELDS, "text")
 ANSWERS = (*ANSWER_FIELDS, "ground_truth")
@@ -26,6 +31,12 @@ ENDLESS = 4096
 """Number of examples taken from an endless dataset if max_train_examples is not set."""
 
 Row = dict[str, Any]
+
+_TEXT_FORMATS = ("json", "csv")
+# What Arrow raises for values that are of no common type.
+_WITHOUT_TYPE = (ValueError, TypeError, ArithmeticError)
+# Words in names of files by which `datasets` recognizes a split; `valid` has `val` in it, for example.
+_SPLITS = {"train": ("train",), "validation": ("val", "dev"), "test": ("test", "eval")}
 
 
 def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = False) -> list[Row]:
@@ -40,7 +51,7 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
             # The form in which rewards and evaluations look for an answer.
             rows = [{**row, "completion": f"\\boxed{{{row['answer']}}}"} for row in rows]
     else:
-        rows = _load_dataset(name, run.dataset_config, split, _text_columns(run) if is_sft else ())
+        rows = _load_dataset(name, run.dataset_config, split)
         # Not a slice: that of a dataset is its columns.
         rows = [rows[number] for number in range(min(limit, len(rows)))] if limit else rows
     if not len(rows):
@@ -48,6 +59,12 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
     convert = _sft_row if is_sft else partial(_grpo_row, rewards=[] if is_sft else _comparing(run))
     try:
         converted = [convert(row, run, number) for number, row in enumerate(rows)]
+        other = next(
+            (number for number, row in enumerate(converted) if is_sft and row.keys() != converted[0].keys()), 0
+        )
+        if other:
+            shapes = " and ".join("+".join(converted[number]) for number in (0, other))
+            raise ConfigError(f"rows 0 and {other} are demonstrations of different shapes: {shapes}.")
     except ConfigError as error:
         raise ConfigError(f"dataset_id_or_path = {name!r}: {error}") from error
     answers = [row["answer"] for row in converted if row.get("answer") is not None]
@@ -57,20 +74,19 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
     return converted
 
 
-def _text_columns(run: RunSettings) -> Sequence[str]:
-    """Columns of text, also in a file that does not tell text from numbers."""
-    usual = (*PROMPTS, *COMPLETIONS)
-    return (*usual, *(name for name in (run.prompt_column, run.answer_column) if name and name not in usual))
-
-
-def _load_dataset(name: str, config: str | None, split: str, texts: Sequence[str]) -> Dataset | list[Row]:
+def _load_dataset(name: str, config: str | None, split: str) -> Dataset | list[Row]:
     path = Path(name).expanduser()
-    if (file := _find_json(path, split)) is not None:
-        return _read_json(file)
+    if (file := _find_text_file(path, split)) is not None:
+        try:
+            return _read_csv(file) if file.suffix == ".csv" else _read_json(file)
+        except (OSError, ValueError, csv.Error) as error:
+            reason = f"{file}: {error}"
+            raise ConfigError(
+                f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}"
+            ) from error
     try:
         if path.suffix in FILES and path.is_file():
-            as_text = {"converters": dict.fromkeys(texts, str)} if path.suffix == ".csv" else {}
-            return load_dataset(FILES[path.suffix], data_files=str(path), split="train", **as_text)
+            return load_dataset(FILES[path.suffix], data_files=str(path), split="train")
         if path.is_dir() and (path / "dataset_dict.json").exists():
             return load_from_disk(str(path))[split]
         if path.is_dir() and (path / "dataset_info.json").exists():
@@ -83,15 +99,20 @@ def _load_dataset(name: str, config: str | None, split: str, texts: Sequence[str
         raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}") from error
 
 
-def _find_json(path: Path, split: str) -> Path | None:
-    """The only file of a split with JSON, if there is one; other folders are left to `datasets`."""
+def _find_text_file(path: Path, split: str) -> Path | None:
+    """The only file of a split with JSON or CSV, if there is one; other folders are left to `datasets`."""
     if path.is_file():
-        return path if FILES.get(path.suffix) == "json" else None
-    if not path.is_dir() or not split.isalpha() or _has_configs(path / "README.md"):
+        return path if FILES.get(path.suffix) in _TEXT_FORMATS else None
+    if not path.is_dir() or split not in _SPLITS or _has_configs(path / "README.md"):
         return None
-    inside = [*path.glob(f"*{split}*"), *path.glob(f"data/*{split}*")]
-    is_json = len(inside) == 1 and inside[0].stem == split and FILES.get(inside[0].suffix) == "json"
-    return inside[0] if is_json else None
+    patterns = (f"{above}*{word}*" for above in ("", "*/", "*/*/") for word in _SPLITS[split])
+    found = {file for pattern in patterns for file in path.glob(pattern) if not _is_hidden(file.relative_to(path))}
+    is_one = len(found) == 1 and all(f.stem == split and FILES.get(f.suffix) in _TEXT_FORMATS for f in found)
+    return found.pop() if is_one else None
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _has_configs(card: Path) -> bool:
@@ -104,13 +125,39 @@ def _has_configs(card: Path) -> bool:
 
 def _read_json(path: Path) -> list[Row]:
     """Rows with all columns of the file. `datasets` would read texts such as 2024-01-05 as times."""
-    try:
-        rows = read_objects(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    rows = read_objects(path)
     names = dict.fromkeys(name for row in rows for name in row)
     columns = [_as_column([row.get(name) for row in rows]) for name in names]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _read_csv(path: Path) -> list[Row]:
+    """Rows whose numbers are written as in the file. `datasets` would read 007 as 7, and NA as empty."""
+    # Longer texts than the default limit are ordinary.
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        names = [name or f"Unnamed: {index}" for index, name in enumerate(next(reader, []))]
+        rows = [(reader.line_num, row) for row in reader if row]
+    for line, row in rows:
+        if len(row) > len(names):
+            raise ConfigError(f"{path}: line {line} has {plural(len(row), 'field')}, and the first has {len(names)}.")
+    cells = itertools.zip_longest(names, *(row for _, row in rows), fillvalue="")
+    columns = [_read_column(list(texts)) for _, *texts in cells]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _read_column(texts: list[str]) -> list[Any]:
+    """Whole numbers, or numbers, if every cell is written as such; texts otherwise. Empty cells are None."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            values = [kind(text) if text else None for text in texts]
+            if all(
+                value is None or (math.isfinite(value) and text_of(value) == text)
+                for value, text in zip(values, texts, strict=True)
+            ):
+                return _as_column(values)
+    return [text or None for text in texts]
 
 
 def _as_column(values: list[Any]) -> list[Any]:
@@ -123,15 +170,18 @@ def _as_column(values: list[Any]) -> list[Any]:
 
 def to_dataset(rows: Sequence[Row]) -> Dataset:
     """The rows as a dataset; an error names the column that has no type."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
     try:
-        return Dataset.from_list(list(rows))
-    except (ValueError, TypeError, ArithmeticError) as error:
-        for name in rows[0]:
+        return Dataset.from_dict(columns)
+    except _WITHOUT_TYPE as error:
+        for name, values in columns.items():
             try:
-                Dataset.from_dict({name: [row.get(name) for row in rows]})
-            except (ValueError, TypeError, ArithmeticError) as reason:
+                Dataset.from_dict({name: values})
+            except _WITHOUT_TYPE as reason:
                 text = " ".join(str(reason).split())
-                raise ConfigError(f"the column {name!r} of the dataset cannot be used: {text}") from error
+                hint = "" if name in ("prompt", "answer", "completion", "text") else "  Try: keep_columns=[] without it"
+                raise ConfigError(f"the column {name!r} of the dataset cannot be used: {text}.{hint}") from error
         raise
 
 

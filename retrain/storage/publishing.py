@@ -47,7 +47,7 @@ def publisher(target: Path) -> str:
 
 def publish_folder(target: Path, fill: Callable[[Path], None], run: str = "") -> None:
     """Put what `fill` writes into a folder at `target`, in place of an earlier publish; other files there stay.
-    A README.md that was written since, such as a card, describes other weights: it becomes README.1.md.
+    A README.md that was written since, such as a card, becomes README.1.md if there is a new one.
 
     It is written beside its place, so a kill leaves the earlier weights; what such a kill left is deleted here.
     """

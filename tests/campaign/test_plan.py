@@ -263,6 +263,8 @@ def test_conditions_that_are_the_same_run_are_refused(tmp_path: Path) -> None:
         ("learning_rate", "lr"),
         ("gtpo.betaa", "gtpo = { beta = ... }"),
         ("optimizer.lr", "lr"),
+        ("gpto.beta", "gtpo = { beta = ... }"),
+        ("rewrad.type", "reward = { type = ... }"),
         ("training.warmup_steps", "optimizer = { warmup_steps = ... }"),
         ("environment.max_tokens", "max_tokens"),
     ],

@@ -26,7 +26,7 @@ from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig, settings
 from retrain.grpo.checks import check_before_loading, locked
 from retrain.grpo.compose import compose_settings, flatten
-from retrain.grpo.rewards import NamedReward, load_rewards
+from retrain.grpo.rewards import NamedReward, load_rewards, text_of
 from retrain.grpo.rows import load_rows, to_dataset
 from retrain.grpo.run import build_trainer, describe_change, plain_template
 from retrain.grpo.settings import RunSettings, find_unused, read_arguments, read_settings
@@ -743,3 +743,61 @@ def test_a_model_without_a_chat_template_trains(configs: Path, capsys: pytest.Ca
     words += ["max_val_examples=null", "output_dir=out", "max_train_examples=null", "eval_strategy=no"]
     assert run(["grpo", f"configs/run/{file}.yaml", *words]) == 0, capsys.readouterr().err
     assert "the tokenizer has no chat template; prompts are given to the model as plain text" in capsys.readouterr().out
+
+
+def test_a_folder_of_csv_files_keeps_its_texts(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("prompt,completion,level,score\nzip?,00501,3,2\nlabel?,NA,4\n")
+    (tmp_path / "validation.csv").write_text("\ufeffprompt,completion\nprice?,1.50\n2,2.0\n", encoding="utf-8")
+    run = RunSettings(dataset_id_or_path=str(tmp_path))
+    for split, completions in (("train", ["00501", "NA"]), ("validation", ["1.50", "2.0"])):
+        rows = load_rows(run, split, None, is_sft=True)
+        assert [row["completion"][0]["content"] for row in rows] == completions
+    run = RunSettings(dataset_id_or_path=str(tmp_path), reward_funcs="my:own")
+    rows = load_rows(run, "train", None)
+    assert [(row["level"], row["score"]) for row in rows] == [(3, 2), (4, None)]
+
+
+def test_a_late_row_may_have_another_kind_of_answer(tmp_path: Path) -> None:
+    lines = "".join(f"{number}+1?,{number + 1}\n" for number in range(11_000))
+    for last, kind in (("2.5", float), ("x+1", str)):
+        (tmp_path / "rows.csv").write_text(f"prompt,answer\n{lines}special,{last}\n")
+        run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.csv"), reward_funcs="match")
+        answers = [row["answer"] for row in load_rows(run, "train", None)]
+        assert type(answers[0]) is type(answers[-1]) is kind and text_of(answers[0]) == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("prompt,answer\na,1,2\n", "line 2 has 3 fields, and the first has 2"),
+        ('prompt,answer\na,"1\n', "could not be loaded: .*unexpected end of data"),
+        ("prompt,answer\n", "has no rows"),
+        ("", "has no rows"),
+        (",question\n0,a\n", "row 0 has none of answer.*it has Unnamed: 0, question"),
+    ],
+)
+def test_a_damaged_csv_file_is_named_with_the_reason(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        load_rows(RunSettings(dataset_id_or_path=str(tmp_path / "rows.csv"), reward_funcs="match"), "train", None)
+
+
+def test_several_files_of_a_split_are_all_read(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for number, name in enumerate(("train.jsonl", "sub/train.jsonl")):
+        (tmp_path / name).write_text(f'{{"prompt": "{number}", "answer": "1"}}\n')
+    run = RunSettings(dataset_id_or_path=str(tmp_path), reward_funcs="match")
+    assert len(load_rows(run, "train", None)) == 2
+
+
+def test_rows_that_do_not_go_together_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "hello"}\n{"prompt": "a", "completion": "b"}\n')
+    run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.jsonl"), reward_funcs="my:own")
+    with pytest.raises(
+        ConfigError, match=r"rows 0 and 1 are demonstrations of different shapes: text and prompt\+comp"
+    ):
+        load_rows(run, "train", None, is_sft=True)
+    with pytest.raises(ConfigError, match=r"column 'id' .*  Try: keep_columns=\[\]"):
+        to_dataset([{"prompt": "a", "id": 1}, {"prompt": "b", "id": "x2"}])
+    # The first row may lack what others have.
+    assert list(to_dataset([{"prompt": "a"}, {"prompt": "b", "answer": "1"}])["answer"]) == [None, "1"]

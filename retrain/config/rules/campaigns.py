@@ -45,10 +45,12 @@ def check_conditions(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 def _find_meant(path: str) -> Option | None:
     """The option that a key of a condition may stand for: of this name, then a similar one, first in its table."""
-    table, _, key = path[:60].rpartition(".")
+    given, _, key = path[:60].rpartition(".")
+    table = next(iter(get_close_matches(given.lower(), TrainConfig.model_fields, n=1)), given)
     options = [option for option in all_options() if option.facets.per_condition is not False]
     synonym = find_synonym(path)
     candidates = [option for option in options if option.key == key or option == synonym]
+    candidates.sort(key=lambda option: option.section != table)
     for some in ([option for option in options if option.section == table], options):
         close = get_close_matches(key, [option.key for option in some], n=1)
         candidates += [option for option in some if [option.key] == close]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from functools import partial
@@ -35,8 +34,18 @@ Row = dict[str, Any]
 _TEXT_FORMATS = ("json", "csv")
 # What Arrow raises for values that are of no common type.
 _WITHOUT_TYPE = (ValueError, TypeError, ArithmeticError)
-# Words in names of files by which `datasets` recognizes a split; `valid` has `val` in it, for example.
-_SPLITS = {"train": ("train",), "validation": ("val", "dev"), "test": ("test", "eval")}
+# Words in names of files and folders by which `datasets` recognizes a split.
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+# 007 is a text.
+_WHOLE = re.compile(r"\s*[+-]?(?!0\d)\d+\s*", re.ASCII)
+_NUMBER = re.compile(r"\s*[+-]?(?!0\d)(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+_BOOLEAN = re.compile(r"true|false", re.IGNORECASE)
+_MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+"""Cells without a value, in columns of numbers."""
 
 
 def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = False) -> list[Row]:
@@ -51,7 +60,8 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
             # The form in which rewards and evaluations look for an answer.
             rows = [{**row, "completion": f"\\boxed{{{row['answer']}}}"} for row in rows]
     else:
-        rows = _load_dataset(name, run.dataset_config, split)
+        texts = {*PROMPTS, run.prompt_column, *((*COMPLETIONS, run.answer_column) if is_sft else ())}
+        rows = _load_dataset(name, run.dataset_config, split, texts, limit)
         # Not a slice: that of a dataset is its columns.
         rows = [rows[number] for number in range(min(limit, len(rows)))] if limit else rows
     if not len(rows):
@@ -74,12 +84,15 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
     return converted
 
 
-def _load_dataset(name: str, config: str | None, split: str) -> Dataset | list[Row]:
+def _load_dataset(
+    name: str, config: str | None, split: str, texts: Collection[str | None], limit: int | None
+) -> Dataset | list[Row]:
+    """The rows; `texts` are columns that hold text, also where a file does not tell text from numbers."""
     path = Path(name).expanduser()
     if (file := _find_text_file(path, split)) is not None:
         try:
-            return _read_csv(file) if file.suffix == ".csv" else _read_json(file)
-        except (OSError, ValueError, csv.Error) as error:
+            return _read_csv(file, texts, limit) if file.suffix == ".csv" else _read_json(file)
+        except (OSError, ValueError) as error:
             reason = f"{file}: {error}"
             raise ConfigError(
                 f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}"
@@ -105,14 +118,14 @@ def _find_text_file(path: Path, split: str) -> Path | None:
         return path if FILES.get(path.suffix) in _TEXT_FORMATS else None
     if not path.is_dir() or split not in _SPLITS or _has_configs(path / "README.md"):
         return None
-    patterns = (f"{above}*{word}*" for above in ("", "*/", "*/*/") for word in _SPLITS[split])
-    found = {file for pattern in patterns for file in path.glob(pattern) if not _is_hidden(file.relative_to(path))}
-    is_one = len(found) == 1 and all(f.stem == split and FILES.get(f.suffix) in _TEXT_FORMATS for f in found)
-    return found.pop() if is_one else None
+    files = (file for pattern in ("*", "*/*", "*/*/*") for file in path.glob(pattern) if file.is_file())
+    found = [file for file in files if _names_split(file.relative_to(path), _SPLITS[split])]
+    return found[0] if len(found) == 1 and FILES.get(found[0].suffix) in _TEXT_FORMATS else None
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _names_split(path: Path, words: set[str]) -> bool:
+    is_hidden = any(part.startswith(".") for part in path.parts)
+    return not is_hidden and not words.isdisjoint(re.split(r"[^a-z]+", str(path).lower()))
 
 
 def _has_configs(card: Path) -> bool:
@@ -131,33 +144,38 @@ def _read_json(path: Path) -> list[Row]:
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _read_csv(path: Path) -> list[Row]:
-    """Rows whose numbers are written as in the file. `datasets` would read 007 as 7, and NA as empty."""
+def _read_csv(path: Path, texts: Collection[str | None], limit: int | None) -> list[Row]:
+    """Rows with texts as they are written. `datasets` takes the type of a column from its first 10,000 rows."""
     # Longer texts than the default limit are ordinary.
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
-        names = [name or f"Unnamed: {index}" for index, name in enumerate(next(reader, []))]
-        rows = [(reader.line_num, row) for row in reader if row]
+        filled = ((reader.line_num, row) for row in reader if any(map(str.strip, row)))
+        try:
+            _, names = next(filled, (0, []))
+            rows = list(itertools.islice(filled, limit))
+        except csv.Error as error:
+            raise ConfigError(f"{path}: line {reader.line_num} cannot be read: {error}.") from error
     for line, row in rows:
         if len(row) > len(names):
             raise ConfigError(f"{path}: line {line} has {plural(len(row), 'field')}, and the first has {len(names)}.")
-    cells = itertools.zip_longest(names, *(row for _, row in rows), fillvalue="")
-    columns = [_read_column(list(texts)) for _, *texts in cells]
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    cells = list(itertools.zip_longest(names, *(row for _, row in rows), fillvalue=""))
+    columns: dict[str, list[Any]] = {}
+    for index, (name, *column) in enumerate(cells):
+        unique = f"{name}.{index}" if name in columns else name or f"Unnamed: {index}"
+        columns[unique] = [text or None for text in column] if name in texts else _read_column(column)
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _read_column(texts: list[str]) -> list[Any]:
-    """Whole numbers, or numbers, if every cell is written as such; texts otherwise. Empty cells are None."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            values = [kind(text) if text else None for text in texts]
-            if all(
-                value is None or (math.isfinite(value) and text_of(value) == text)
-                for value, text in zip(values, texts, strict=True)
-            ):
-                return _as_column(values)
-    return [text or None for text in texts]
+def _read_column(column: list[str]) -> list[Any]:
+    """Whole numbers, numbers or true and false if every cell with a value is one; texts otherwise."""
+    kinds: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...]
+    kinds = ((_WHOLE, int), (_NUMBER, float), (_BOOLEAN, lambda text: text.lower() == "true"))
+    values = [text for text in column if text not in _MISSING]
+    for pattern, kind in kinds:
+        if values and all(map(pattern.fullmatch, values)):
+            return _as_column([None if text in _MISSING else kind(text) for text in column])
+    return [text or None for text in column]
 
 
 def _as_column(values: list[Any]) -> list[Any]:

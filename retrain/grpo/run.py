@@ -41,7 +41,7 @@ SHARED_WITH_DEEPSPEED = {
     "max_grad_norm": "ACCELERATE_GRADIENT_CLIPPING",
 }
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}"
+    "{% for message in messages %}{{ message['content'] or '' }}{% if message['role'] == 'assistant' %}{{ eos_token }}"
     "{% endif %}{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
 )
 """Prompts as in TOML runs with a tokenizer without a chat template; answers of demonstrations end."""

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import trl
 import yaml
@@ -770,7 +771,8 @@ def test_a_late_row_may_have_another_kind_of_answer(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("prompt,answer\na,1,2\n", "line 2 has 3 fields, and the first has 2"),
-        ('prompt,answer\na,"1\n', "could not be loaded: .*unexpected end of data"),
+        ('prompt,answer\na,"1\n', "rows.csv: line 2 cannot be read: unexpected end of data"),
+        ('prompt,answer\na,1\n"say "hi"",5\n', "rows.csv: line 3 cannot be read"),
         ("prompt,answer\n", "has no rows"),
         ("", "has no rows"),
         (",question\n0,a\n", "row 0 has none of answer.*it has Unnamed: 0, question"),
@@ -801,3 +803,56 @@ def test_rows_that_do_not_go_together_are_named(tmp_path: Path) -> None:
         to_dataset([{"prompt": "a", "id": 1}, {"prompt": "b", "id": "x2"}])
     # The first row may lack what others have.
     assert list(to_dataset([{"prompt": "a"}, {"prompt": "b", "answer": "1"}])["answer"]) == [None, "1"]
+
+
+def test_columns_of_a_csv_file_have_the_types_that_pandas_writes(tmp_path: Path) -> None:
+    table = {
+        "prompt": ["12", "34", "5", "6"],
+        "answer": [5.0, 7.5, 5.0, 1e-5],
+        "difficulty": [0.25, 1.0, 0.5, float("nan")],
+        "verified": [True, False, True, False],
+        "count": [3, 1, 2, 10**6],
+        "zip": ["00501", "10115", "1", "2"],
+        "label": ["NA", "x", "None", "y"],
+    }
+    pandas.DataFrame(table).to_csv(tmp_path / "rows.csv", na_rep="NA")
+    run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.csv"), reward_funcs="my:own")
+    rows = load_rows(run, "train", None)
+    assert [row["prompt"][0]["content"] for row in rows] == table["prompt"]
+    for name in ("answer", "verified", "count", "zip", "label"):
+        assert [row[name] for row in rows] == table[name], name
+        assert type(rows[0][name]) is type(table[name][0]), name
+    assert [row["difficulty"] for row in rows] == [0.25, 1.0, 0.5, None]
+    texts = [row["completion"][0]["content"] for row in load_rows(run, "train", 2, is_sft=True)]
+    assert texts == ["5.0", "7.5"]
+
+
+def test_odd_lines_of_a_csv_file_are_read_as_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("\nprompt,answer,answer\na,5,wrong\n  \nb,7,wrong\n   \n")
+    run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.csv"), reward_funcs="match")
+    rows = load_rows(run, "train", None)
+    assert [(row["answer"], row["answer.2"]) for row in rows] == [(5, "wrong"), (7, "wrong")]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_read_as_text"),
+    [
+        (["validation.jsonl", "eval.jsonl"], True),
+        (["val.jsonl", "train.jsonl", "constraints.txt", ".hidden/val.jsonl"], True),
+        (["validation/a.jsonl"], True),
+        (["validation.jsonl", "val.jsonl"], False),
+        (["validation-00000-of-00002.jsonl", "validation-00001-of-00002.jsonl"], False),
+    ],
+)
+def test_the_file_of_a_split_is_found_as_datasets_finds_it(
+    tmp_path: Path, names: list[str], is_read_as_text: bool
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "a", "answer": "2024-01-05"}\n')
+    run = RunSettings(dataset_id_or_path=str(tmp_path), reward_funcs="match")
+    if is_read_as_text:
+        assert [row["answer"] for row in load_rows(run, "validation", None)] == ["2024-01-05"]
+    else:
+        with pytest.raises(ConfigError, match=r"has a datetime in 'answer'.*Try: name its JSON file itself"):
+            load_rows(run, "validation", None)

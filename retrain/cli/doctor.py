@@ -346,6 +346,8 @@ def _check_rows(config: TrainConfig, where: str, path: str) -> Check:
         return Check("files", where, "missing", *_split_fix(problem, f"fix the file, or set {where} to another"))
     is_cut = where == "[eval] path" and config.eval.every and config.eval.max_examples < count
     cut = f", {config.eval.max_examples} of them evaluated" if is_cut else ""
+    if where == "[eval] path" and not config.eval.every:
+        cut = ", not evaluated: [eval] every is 0"
     return Check("files", where, "ok", f"{path} ({plural(count, 'example')}{cut})")
 
 

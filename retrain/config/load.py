@@ -367,8 +367,11 @@ def _find_meant(section: str, key: str) -> Option | None:
         return synonym
     if exact or key in TrainConfig.model_fields:
         return exact[0] if exact else None
-    for candidates in ([option for option in options if option.section == section], options):
-        close = get_close_matches(key[:_SHOWN], [option.key for option in candidates], n=1)
+    own = [option for option in options if option.section == section]
+    # A wrong option of another table would be worse than none.
+    others = [option for option in options if option.section not in OPTIONAL_SECTIONS]
+    for candidates, cutoff in ((own, 0.6), (others, 0.8)):
+        close = get_close_matches(key[:_SHOWN], [option.key for option in candidates], n=1, cutoff=cutoff)
         if close:
             return next(option for option in candidates if option.key == close[0])
     return None

@@ -588,3 +588,16 @@ def test_a_folder_that_a_run_is_using_is_a_warning(capsys: pytest.CaptureFixture
     assert checks["[logging] log_dir"]["status"] == "warning"
     assert "a run is using it" in checks["[logging] log_dir"]["detail"]
     assert _examine(capsys)[1]["[logging] log_dir"]["status"] == "ok"
+
+
+@pytest.mark.parametrize(("every", "found"), [(0, ", not evaluated: [eval] every is 0"), (1, "")])
+def test_held_out_problems_that_are_not_evaluated_are_said_to_be_so(
+    capsys: pytest.CaptureFixture[str], every: int, found: str
+) -> None:
+    Path("held_out.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    _write(
+        '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n'
+        f'[data]\nsource = "arithmetic"\n[eval]\nsource = "jsonl"\npath = "held_out.jsonl"\nevery = {every}\n'
+    )
+    _, checks = _examine(capsys)
+    assert checks["[eval] path"]["detail"].endswith(f"held_out.jsonl (1 example{found})")

@@ -109,3 +109,34 @@ def test_what_is_suggested_for_the_path_of_a_flag_is_a_flag(
 def test_the_flag_of_an_option_is_understood_as_a_key(table: str, key: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"unknown option [{table}] {key}.  Did you mean {meant}?")):
         build_config({table: {key: 1}}, {}, "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "meant"),
+    [
+        ("loss", "clip_grad", "grad_clip"),
+        ("training", "clip_grad", "[loss] grad_clip"),
+        ("training", "gradient_clipping", "[loss] grad_clip"),
+        ("eval", "steps", "every"),
+        ("eval", "num_samples", "samples"),
+        ("logging", "steps", "every"),
+        ("kl", "weight", "beta"),
+        ("optimizer", "min_lr", "schedule_args"),
+        ("training", "min_lr", "[optimizer] schedule_args"),
+        ("training", "num_warmup_steps", "[optimizer] warmup_steps"),
+        ("data", "test_path", "[eval] path"),
+        ("data", "train_files", "path"),
+        ("model", "pretrain", "model"),
+        ("training", "eps_clip", "[loss] clip_high"),
+    ],
+)
+def test_a_key_of_another_trainer_is_answered_with_the_option_meant(table: str, key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"unknown option [{table}] {key}.  Did you mean {meant}?")):
+        build_config({table: {key: 1}}, {}, "a.toml")
+
+
+@pytest.mark.parametrize(("table", "key"), [("reward", "weight"), ("logging", "ckpt_path"), ("logging", "save_path")])
+def test_a_key_that_is_only_a_little_like_one_of_another_table_has_no_suggestion(table: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({table: {key: 1}}, {}, "a.toml")
+    assert "Did you mean" not in str(caught.value)

@@ -63,7 +63,7 @@ class Model(Section):
         min_length=1,
         flag="--model",
         path="or_id",
-        synonyms=("model_name", "model_name_or_path", "model.name"),
+        synonyms=("model_name", "model_name_or_path", "model.name", "pretrain"),
     )
     base_url: str = option(
         "",

@@ -20,7 +20,9 @@ class Campaign(Section):
     seeds: tuple[Annotated[BoundedInt, Field(ge=0)], ...] = option(
         (42, 101, 202, 303, 404, 505, 606, 707), "Seeds that every condition runs with.", strict=False, min_length=1
     )
-    max_steps: BoundedInt = option(500, "Training steps of each run.", ge=1, flag="--campaign-max-steps")
+    max_steps: BoundedInt = option(
+        500, "Training steps of each run.", ge=1, flag="--campaign-max-steps", synonyms=("campaign.steps",)
+    )
     parallel: bool = option(False, "Execute several runs at a time.")
     max_workers: BoundedInt = option(0, "Maximum concurrent runs; 0 runs all at once.", ge=0)
     stagger_seconds: float = option(0.0, "Seconds between the starts of parallel runs.", ge=0)
@@ -96,7 +98,7 @@ class Resume(Section):
         alias="from",
         path="as_given",
         identity=True,
-        synonyms=("resume_from_checkpoint",),
+        synonyms=("resume_from_checkpoint", "resume_from"),
     )
 
 
@@ -114,14 +116,17 @@ class Logging(Section):
         synonyms=("output_dir",),
     )
     wandb_project: str = option(
-        "", "Weights & Biases project; set it to turn wandb on.", package="wandb", synonyms=("project", "report_to")
+        "",
+        "Weights & Biases project; set it to turn wandb on.",
+        package="wandb",
+        synonyms=("project", "project_name", "report_to"),
     )
     wandb_run_name: str = option(
         "",
         "Run name; empty uses {advantage_mode}+{transform_mode}.",
         per_condition=False,
         in_campaign=reasons.always("a campaign names its runs"),
-        synonyms=("run_name",),
+        synonyms=("run_name", "experiment_name"),
     )
     wandb_entity: str = option("", "Weights & Biases entity.")
     wandb_group: str = option(
@@ -139,7 +144,7 @@ class Logging(Section):
         "Steps between lines on the screen and rows in trackers; 0 disables both. metrics.jsonl has every step.",
         ge=0,
         flag="--log-every",
-        synonyms=("log_steps", "logging_steps"),
+        synonyms=("log_steps", "logging_steps", "logging.steps"),
     )
     log_completions: bool = option(False, "Send a table of the completions of every step to wandb and trackio.")
     save_completions_probability: float = option(

@@ -27,6 +27,7 @@ class Data(Section):
         held_out=True,
         step_time=True,
         unused=reasons.read_by_training_source("path"),
+        synonyms=("train_file", "train_files", "train_path", "prompt_data"),
     )
     id: str = option(
         "",
@@ -49,11 +50,13 @@ class Data(Section):
         "",
         "Field that holds the problem; empty tries prompt, problem, question.",
         unused=reasons.read_by_source("prompt_field"),
+        synonyms=("prompt_key", "input_key"),
     )
     answer_field: str = option(
         "",
         "Field that holds the reference answer; empty tries answer, solution.",
         unused=reasons.read_by_source("answer_field"),
+        synonyms=("answer_key", "label_key"),
     )
     system_prompt: str = option(
         "",
@@ -83,7 +86,7 @@ class Eval(Section):
         "Steps between evaluations; 0 is off. Step 0 is evaluated before any training.",
         ge=0,
         held_out=False,
-        synonyms=("eval_steps", "eval_strategy", "test_freq"),
+        synonyms=("eval_steps", "eval_strategy", "eval_freq", "eval.steps", "eval.freq", "test_freq"),
     )
     source: str = option("", "Data source; empty uses that of [data].", kind="data", unused=reasons.needs_held_out_data)
     path: str = option(
@@ -91,14 +94,24 @@ class Eval(Section):
         "File of held-out problems for source = {data.path or}.",
         path="absolute",
         unused=reasons.needs_held_out_file,
+        synonyms=("val_file", "val_files", "test_file", "test_files", "val_path", "test_path"),
     )
     split: str = option(
-        "test", "Split to evaluate on; must differ from [data] split.", min_length=1, unused=reasons.needs_splits
+        "test",
+        "Split to evaluate on; must differ from [data] split.",
+        min_length=1,
+        unused=reasons.needs_splits,
+        synonyms=("test_split", "val_split"),
     )
     max_examples: BoundedInt = option(
         128, "Most held-out problems to evaluate; of more, the same random ones in every run.", ge=1
     )
-    samples: BoundedInt = option(1, "Completions per problem, for pass@1 and unbiased pass@k.", ge=1)
+    samples: BoundedInt = option(
+        1,
+        "Completions per problem, for pass@1 and unbiased pass@k.",
+        ge=1,
+        synonyms=("eval.n", "eval.num_samples", "eval.n_samples"),
+    )
     k: BoundedInt = option(0, "The k of pass@k; 0 uses the number of samples.", ge=0, held_out=False)
     temperature: float = option(
         AS_IN_TRAINING, "Sampling temperature; 0 is greedy, -1 uses that of training.", ge=AS_IN_TRAINING, le=100

@@ -188,12 +188,16 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = option(
         "constant", "Schedule after the warm-up.", flag="--lr-schedule", synonyms=("lr_scheduler_type", "scheduler")
     )
-    schedule_args: Table = option({}, "Arguments of the schedule, named as in transformers, such as min_lr_rate.")
+    schedule_args: Table = option(
+        {},
+        "Arguments of the schedule, named as in transformers, such as min_lr_rate.",
+        synonyms=("min_lr", "min_lr_rate", "min_lr_ratio", "lr_scheduler_kwargs"),
+    )
     warmup_steps: float = option(
         0.0,
         "Steps of linear warm-up from 0; a value below 1 is a fraction of all steps.",
         ge=0,
-        synonyms=("warmup", "warmup_ratio"),
+        synonyms=("warmup", "warmup_ratio", "num_warmup_steps"),
     )
 
 
@@ -205,7 +209,10 @@ class Loss(Section):
     type: str = option("importance_sampling", "Token loss: {names} or a dotted path.", kind="loss", synonyms=("loss",))
     clip_low: float = option(0.2, "Clip ratios below 1 - clip_low; used by {loss.clip_low and}.", ge=0, le=1)
     clip_high: float = option(
-        0.2, "Clip ratios above 1 + clip_high; used by {loss.clip_high and}.", ge=0, synonyms=("clip", "epsilon")
+        0.2,
+        "Clip ratios above 1 + clip_high; used by {loss.clip_high and}.",
+        ge=0,
+        synonyms=("clip", "eps_clip", "epsilon", "epsilon_high"),
     )
     ratio_cap: float = option(
         2.0,
@@ -214,7 +221,10 @@ class Loss(Section):
         unused=reasons.needs_ratio_cap,
     )
     grad_clip: float = option(
-        1.0, "Maximum gradient norm; 0 is off.", ge=0, synonyms=("gradient_clip", "max_grad_norm")
+        1.0,
+        "Maximum gradient norm; 0 is off.",
+        ge=0,
+        synonyms=("clip_grad", "gradient_clip", "gradient_clipping", "max_grad_norm"),
     )
 
 
@@ -227,7 +237,7 @@ class Kl(Section):
         ge=0,
         step_time=True,
         on_tinker="The service has no reference policy.",
-        synonyms=("kl_coef", "kl_loss_coef", "init_kl_coef"),
+        synonyms=("kl_coef", "kl_loss_coef", "init_kl_coef", "kl.coef", "kl.weight"),
     )
     sync_ref_model: bool = option(
         False, "Periodically move the reference towards the policy.", unused=reasons.used_if("kl.beta", bool)

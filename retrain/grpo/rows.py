@@ -61,7 +61,7 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
             rows = [{**row, "completion": f"\\boxed{{{row['answer']}}}"} for row in rows]
     else:
         texts = {*PROMPTS, run.prompt_column, *((*COMPLETIONS, run.answer_column) if is_sft else ())}
-        rows = _load_dataset(name, run.dataset_config, split, texts, limit)
+        rows = _load_dataset(name, run.dataset_config, split, texts)
         # Not a slice: that of a dataset is its columns.
         rows = [rows[number] for number in range(min(limit, len(rows)))] if limit else rows
     if not len(rows):
@@ -84,14 +84,12 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
     return converted
 
 
-def _load_dataset(
-    name: str, config: str | None, split: str, texts: Collection[str | None], limit: int | None
-) -> Dataset | list[Row]:
+def _load_dataset(name: str, config: str | None, split: str, texts: Collection[str | None]) -> Dataset | list[Row]:
     """The rows; `texts` are columns that hold text, also where a file does not tell text from numbers."""
     path = Path(name).expanduser()
     if (file := _find_text_file(path, split)) is not None:
         try:
-            return _read_csv(file, texts, limit) if file.suffix == ".csv" else _read_json(file)
+            return _read_csv(file, texts) if file.suffix == ".csv" else _read_json(file)
         except (OSError, ValueError) as error:
             reason = f"{file}: {error}"
             raise ConfigError(
@@ -144,7 +142,7 @@ def _read_json(path: Path) -> list[Row]:
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _read_csv(path: Path, texts: Collection[str | None], limit: int | None) -> list[Row]:
+def _read_csv(path: Path, texts: Collection[str | None]) -> list[Row]:
     """Rows with texts as they are written. `datasets` takes the type of a column from its first 10,000 rows."""
     # Longer texts than the default limit are ordinary.
     csv.field_size_limit(2**31 - 1)
@@ -153,7 +151,7 @@ def _read_csv(path: Path, texts: Collection[str | None], limit: int | None) -> l
         filled = ((reader.line_num, row) for row in reader if any(map(str.strip, row)))
         try:
             _, names = next(filled, (0, []))
-            rows = list(itertools.islice(filled, limit))
+            rows = list(filled)
         except csv.Error as error:
             raise ConfigError(f"{path}: line {reader.line_num} cannot be read: {error}.") from error
     for line, row in rows:
@@ -173,7 +171,9 @@ def _read_column(column: list[str]) -> list[Any]:
     kinds = ((_WHOLE, int), (_NUMBER, float), (_BOOLEAN, lambda text: text.lower() == "true"))
     values = [text for text in column if text not in _MISSING]
     for pattern, kind in kinds:
-        if values and all(map(pattern.fullmatch, values)):
+        # A decimal holds whole numbers exactly up to this one.
+        is_exact = kind is not float or all(abs(int(text)) <= 2**53 for text in values if _WHOLE.fullmatch(text))
+        if values and is_exact and all(map(pattern.fullmatch, values)):
             return _as_column([None if text in _MISSING else kind(text) for text in column])
     return [text or None for text in column]
 

@@ -856,3 +856,12 @@ def test_the_file_of_a_split_is_found_as_datasets_finds_it(
     else:
         with pytest.raises(ConfigError, match=r"has a datetime in 'answer'.*Try: name its JSON file itself"):
             load_rows(run, "validation", None)
+
+
+def test_types_of_a_csv_file_depend_on_neither_the_limit_nor_the_size_of_numbers(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer,n\na,4,123456789094651489\nb,5,0.5\nc,x+1,2\n")
+    run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.csv"), reward_funcs="match")
+    for limit in (None, 2):
+        rows = load_rows(run, "train", limit)
+        assert [row["answer"] for row in rows][:2] == ["4", "5"]
+        assert [row["n"] for row in rows][:2] == ["123456789094651489", "0.5"]
